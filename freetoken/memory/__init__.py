@@ -1,0 +1,1 @@
+"""Host memory: how much may be allocated (`budget`), and where pages lie."""

@@ -1,0 +1,61 @@
+"""The exception tree: every error the library raises on purpose derives from `FreeTokenError`.
+
+Each class is also a builtin, so callers may catch either. Facts are attributes; the message names what was
+found, what was expected and the next step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _rebuild(cls: type[FreeTokenError], message: str, facts: dict[str, Any]) -> FreeTokenError:
+    return cls(message, **facts)
+
+
+class FreeTokenError(Exception):
+    """Base class. Keyword facts become attributes and survive pickling across processes."""
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.facts = facts
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self), str(self), self.facts)
+
+
+class ConfigError(FreeTokenError, ValueError):
+    """A setting or an argument is not one of the accepted values."""
+
+    def __init__(self, message: str, *, name: str, value: object, expected: str) -> None:
+        super().__init__(message, name=name, value=value, expected=expected)
+
+
+class FormatError(FreeTokenError, ValueError):
+    """Weights cannot be held in a format: width, codes or scales do not fit it."""
+
+    def __init__(self, message: str, *, format: str, shape: tuple[int, ...] | None = None) -> None:
+        super().__init__(message, format=format, shape=shape)
+
+
+class CheckpointError(FreeTokenError, ValueError):
+    """A checkpoint is damaged, incomplete, contradicts itself, or holds something this library cannot read."""
+
+    def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None) -> None:
+        super().__init__(message, file=file, tensor=tensor)
+
+
+class CapacityError(FreeTokenError, MemoryError):
+    """More bytes are needed than this process may allocate."""
+
+    def __init__(self, message: str, *, needed: int, available: int, where: str) -> None:
+        super().__init__(message, needed=needed, available=available, where=where)
+
+
+class UnsupportedError(FreeTokenError, NotImplementedError):
+    """A model, instruction set or operation that this library does not handle."""
+
+    def __init__(self, message: str, *, feature: str, available: str = "") -> None:
+        super().__init__(message, feature=feature, available=available)

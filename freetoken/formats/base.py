@@ -1,0 +1,184 @@
+"""What a format is: how codes and scales stand for weights, and how a matrix of them is laid out in tiles.
+
+A `Matrix` is the row-major form in which checkpoints and the NumPy references speak; `Format.pack` permutes it
+into the tiles that every kernel reads. Tiles (design D1): 16 rows, one row per 32-bit lane; per block of the input
+dimension 16 scales, then lines of 64 bytes holding 4 consecutive source bytes of each of the 16 rows.
+
+    tile = blocks; block = [16 scales][line][line]...; line = [row 0: 4 bytes][row 1: 4 bytes]...[row 15: 4 bytes]
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freetoken.errors import FormatError
+
+TILE_ROWS = 16
+LINE_BYTES = 64
+LANE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One weight matrix (N, K) in a format, row-major.
+
+    codes: (N, K * bits / 8) uint8, 4-bit codes with the low nibble at even k. scales: (N, K / block) in the format's
+    scale type as raw bits (uint8 or uint16), or None. global_scale: one fp32 factor as the checkpoint gives it, by
+    which values are multiplied or, with `divides`, divided.
+    """
+
+    format: Format
+    codes: NDArray[np.uint8]
+    scales: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    global_scale: float = 1.0
+    divides: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K): rows and input width in weights."""
+        return self.codes.shape[0], self.codes.shape[1] * 8 // self.format.bits
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """(N, K) float32: the values these codes stand for, rounded only where fp32 cannot hold them."""
+        return self.format.dequantize64(self).astype(np.float32)
+
+    def rows(self, start: int, stop: int) -> Matrix:
+        """The matrix of rows [start, stop)."""
+        scales = None if self.scales is None else self.scales[start:stop]
+        return replace(self, codes=self.codes[start:stop], scales=scales)
+
+    def columns(self, start: int, stop: int) -> Matrix:
+        """The matrix of input columns [start, stop); both must be multiples of the format's block."""
+        block, bits = self.format.block, self.format.bits
+        if start % block or stop % block:
+            raise FormatError(
+                f"{self.format.name}: columns {start}:{stop} cut a block of {block}",
+                format=self.format.name,
+                shape=self.shape,
+            )
+        scales = None if self.scales is None else self.scales[:, start // block : stop // block]
+        return replace(self, codes=self.codes[:, start * bits // 8 : stop * bits // 8], scales=scales)
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """The tensors in which checkpoints write one matrix of a format.
+
+    tensors: role -> (suffix of the tensor name, accepted safetensors dtypes); roles are "codes", "scales", "global".
+    divides: the global scale is a divisor. optional: further suffixes that may stand beside these and are not used.
+    """
+
+    name: str
+    tensors: dict[str, tuple[str, tuple[str, ...]]]
+    divides: bool = False
+    optional: tuple[str, ...] = ()
+
+
+class Format(ABC):
+    """One way of holding weights. Subclasses are single instances named `FORMAT` in `formats/<name>.py`."""
+
+    name: ClassVar[str]
+    bits: ClassVar[int]
+    """Bits per code."""
+    block: ClassVar[int]
+    """Weights along K that share a scale (for a format without scales: the weights of one line)."""
+    scale_dtype: ClassVar[type[np.uint8] | type[np.uint16] | None]
+    kernels: ClassVar[str]
+    """Module in `freetoken.kernels` that holds the CPU tiles."""
+    spellings: ClassVar[tuple[Spelling, ...]]
+
+    @property
+    def line_k(self) -> int:
+        """Weights of one row in a 64-byte line."""
+        return LANE_BYTES * 8 // self.bits
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of one scale."""
+        return 0 if self.scale_dtype is None else np.dtype(self.scale_dtype).itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one tile: 16 scales and its lines."""
+        return TILE_ROWS * self.scale_bytes + LINE_BYTES * (self.block // self.line_k)
+
+    @property
+    def granule(self) -> int:
+        """The intermediate dimension may be cut into shards at multiples of this."""
+        return max(TILE_ROWS, self.block)
+
+    def check_width(self, k: int, what: str) -> None:
+        """Raise `FormatError` unless an input dimension of k weights can be held."""
+        if k <= 0 or k % self.block:
+            raise FormatError(
+                f"{self.name}: {what} is {k}, which is not a multiple of the format's block of {self.block}; "
+                "choose another expert format (bf16 takes any even width)",
+                format=self.name,
+            )
+
+    @abstractmethod
+    def quantize(self, weights: NDArray[np.float32]) -> Matrix:
+        """Nearest matrix of this format to float32 weights (N, K); K must be a multiple of the block."""
+
+    @abstractmethod
+    def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:
+        """(N, K) float64: the exact values of a matrix of this format (a divided global rounds once)."""
+
+    @abstractmethod
+    def find_bad(self, matrix: Matrix) -> str | None:
+        """What in the scales cannot be a weight (NaN, infinite or zero where that is no number), or None."""
+
+    def tile_bytes(self, k: int) -> int:
+        """Bytes of one tile of 16 rows and k columns."""
+        return k // self.block * self.block_bytes
+
+    def pack(self, matrix: Matrix) -> NDArray[np.uint8]:
+        """Tiles (ceil(N/16), K/block, block_bytes) uint8 of a matrix; missing rows are zero bytes."""
+        n, k = matrix.shape
+        tiles, blocks = -(-n // TILE_ROWS), k // self.block
+        lines = self.block // self.line_k
+        out = np.zeros((tiles, blocks, self.block_bytes), np.uint8)
+        codes = _pad_rows(matrix.codes, tiles * TILE_ROWS)
+        lanes = codes.view(np.uint32).reshape(tiles, TILE_ROWS, blocks, lines)
+        head = TILE_ROWS * self.scale_bytes
+        body = out[:, :, head:].view(np.uint32).reshape(tiles, blocks, lines, TILE_ROWS)
+        body[...] = lanes.transpose(0, 2, 3, 1)
+        if matrix.scales is not None:
+            scales = _pad_rows(matrix.scales, tiles * TILE_ROWS).reshape(tiles, TILE_ROWS, blocks)
+            out[:, :, :head].view(self.scale_dtype)[...] = scales.transpose(0, 2, 1)
+        return out
+
+    def unpack(self, tiles: NDArray[np.uint8], n: int, like: Matrix | None = None) -> Matrix:
+        """The inverse of `pack`: tiles (T, K/block, block_bytes) to the matrix of the first n rows.
+
+        The global scale is not in the tiles; it is taken from `like` when given.
+        """
+        t, blocks, _ = tiles.shape
+        head = TILE_ROWS * self.scale_bytes
+        lines = self.block // self.line_k
+        lanes = np.ascontiguousarray(tiles[:, :, head:]).view(np.uint32).reshape(t, blocks, lines, TILE_ROWS)
+        codes = np.ascontiguousarray(lanes.transpose(0, 3, 1, 2)).reshape(t * TILE_ROWS, -1).view(np.uint8)[:n]
+        scales = None
+        if self.scale_dtype is not None:
+            raw = np.ascontiguousarray(tiles[:, :, :head]).view(self.scale_dtype)
+            scales = np.ascontiguousarray(raw.transpose(0, 2, 1)).reshape(t * TILE_ROWS, blocks)[:n]
+        if like is not None:
+            return Matrix(self, codes, scales, like.global_scale, like.divides)
+        return Matrix(self, codes, scales)
+
+    def __repr__(self) -> str:
+        return f"<format {self.name}>"
+
+
+def _pad_rows(array: NDArray[np.generic], rows: int) -> NDArray[np.generic]:
+    """A C-contiguous copy or view with zero rows appended."""
+    if array.shape[0] == rows:
+        return np.ascontiguousarray(array)
+    out = np.zeros((rows, *array.shape[1:]), array.dtype)
+    out[: array.shape[0]] = array
+    return out

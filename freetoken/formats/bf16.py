@@ -1,0 +1,36 @@
+"""bf16: plain bfloat16 weights, no scales. Also what fp16 and fp32 checkpoints are rounded to."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freetoken.formats.base import Format, Matrix, Spelling
+from freetoken.formats.codes import bf16_to_fp32, fp32_to_bf16
+
+
+class BF16(Format):
+    """A code is a bf16 bit pattern; a line holds 2 weights of 16 rows."""
+
+    name = "bf16"
+    bits = 16
+    block = 2
+    scale_dtype = None
+    kernels = "_tile_bf16"
+    spellings = (Spelling("plain", {"codes": ("weight", ("BF16", "F16", "F32"))}),)
+
+    def quantize(self, weights: NDArray[np.float32]) -> Matrix:
+        """Round to nearest even."""
+        self.check_width(weights.shape[1], "the input dimension")
+        return Matrix(self, fp32_to_bf16(weights).view(np.uint8))
+
+    def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:
+        return bf16_to_fp32(np.ascontiguousarray(matrix.codes).view(np.uint16)).astype(np.float64)
+
+    def find_bad(self, matrix: Matrix) -> str | None:
+        bits = np.ascontiguousarray(matrix.codes).view(np.uint16)
+        bad = np.flatnonzero(((bits & 0x7F80) == 0x7F80).any(axis=1))
+        return f"row {bad[0]} holds a NaN or infinite weight" if bad.size else None
+
+
+FORMAT = BF16()

@@ -1,0 +1,76 @@
+"""Small number types that formats are made of, as NumPy tables and functions: e2m1, e4m3, e8m0, bf16.
+
+Sources: OCP Microscaling Formats v1.0 (e2m1, e8m0) and OCP 8-bit Floating Point v1.0 (e4m3). Everything here is
+exact; edge codes are defined in this file only, and every kernel agrees with it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Value of each 4-bit code; bit 3 is the sign. Doubled, all are small integers.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+E8M0_NAN = 255
+
+
+def _e4m3_values() -> NDArray[np.float32]:
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    value = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    value[(code & 0x7F) == 0x7F] = np.nan
+    return np.where(code & 0x80, -value, value).astype(np.float32)
+
+
+E4M3 = _e4m3_values()
+"""Value of each e4m3 code ("fn" variant: no infinities, 0x7f and 0xff are NaN)."""
+
+E8M0 = np.concatenate([np.ldexp(1.0, np.arange(255) - 127), [np.nan]]).astype(np.float32)
+"""Value of each e8m0 code: 2**(code - 127). Code 0 is 2**-127, an fp32 subnormal; 255 is NaN."""
+
+
+def bf16_to_fp32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Exact fp32 values of bf16 bit patterns (uint16)."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def fp32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """bf16 bit patterns of fp32 values, rounded to nearest even; NaN stays a quiet NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def fp32_to_e2m1(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Nearest e2m1 codes (ties to the even code), saturating at 6; the sign of zero is kept positive."""
+    magnitude = np.abs(values)
+    # Midpoints between neighbours; an exact midpoint goes to the code with an even number.
+    code = np.zeros(values.shape, np.uint8)
+    for low, (midpoint, tie_up) in enumerate(
+        [(0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)]
+    ):
+        above = magnitude >= midpoint if tie_up else magnitude > midpoint
+        code[above] = low + 1
+    return np.where((values < 0) & (code > 0), code | 8, code).astype(np.uint8)
+
+
+def fp32_to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Nearest e4m3 codes of non-negative values (ties to even), saturating at 448."""
+    table = E4M3[:0x7F].astype(np.float64)  # codes 0..0x7e are sorted
+    values64 = np.minimum(values.astype(np.float64), 448.0)
+    high = np.clip(np.searchsorted(table, values64), 1, 0x7E)
+    low = high - 1
+    to_low, to_high = values64 - table[low], table[high] - values64
+    take_high = (to_high < to_low) | ((to_high == to_low) & (high % 2 == 0))
+    return np.where(take_high, high, low).astype(np.uint8)
+
+
+def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(..., K) 4-bit codes to (..., K/2) bytes; the low nibble is the even element."""
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).astype(np.uint8)
+
+
+def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(..., K/2) bytes to (..., K) 4-bit codes; the low nibble is the even element."""
+    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], packed.shape[-1] * 2)

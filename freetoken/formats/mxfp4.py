@@ -1,0 +1,63 @@
+"""mxfp4: e2m1 codes, one e8m0 scale (a power of two) per 32 weights along K (OCP Microscaling Formats v1.0)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freetoken.formats.base import Format, Matrix, Spelling
+from freetoken.formats.codes import E2M1, E8M0, E8M0_NAN, fp32_to_e2m1, pack_nibbles, unpack_nibbles
+
+
+class MXFP4(Format):
+    """Value = e2m1 * 2**(scale - 127)."""
+
+    name = "mxfp4"
+    bits = 4
+    block = 32
+    scale_dtype = np.uint8
+    kernels = "_tile_mxfp4"
+    spellings = (
+        Spelling(
+            "compressed-tensors",
+            {"codes": ("weight_packed", ("U8",)), "scales": ("weight_scale", ("U8", "F8_E8M0"))},
+        ),
+        Spelling("gpt-oss", {"codes": ("blocks", ("U8",)), "scales": ("scales", ("U8", "F8_E8M0"))}),
+    )
+
+    def quantize(self, weights: NDArray[np.float32]) -> Matrix:
+        """Per block the power of two with the smaller squared error: the one that saturates or the next one up."""
+        n, k = weights.shape
+        self.check_width(k, "the input dimension")
+        blocks = weights.reshape(n, k // 32, 32)
+        amax = np.abs(blocks).max(axis=2)
+        _, exponent = np.frexp(amax)  # amax = m * 2**exponent, m in [0.5, 1): floor(log2(amax)) = exponent - 1
+        low = np.clip(exponent - 1 - 2 + 127, 0, 254)  # the largest code is 6 = 1.5 * 2**2
+        best_codes, best_scale, best_error = None, None, None
+        for scale in (low, np.minimum(low + 1, 254)):
+            step = E8M0[scale][:, :, None]
+            codes = fp32_to_e2m1(blocks / step)
+            error = ((E2M1[codes] * step - blocks).astype(np.float64) ** 2).sum(axis=2)
+            if best_codes is None:
+                best_codes, best_scale, best_error = codes, scale, error
+            else:
+                better = error < best_error
+                best_codes = np.where(better[:, :, None], codes, best_codes)
+                best_scale = np.where(better, scale, best_scale)
+        assert best_codes is not None and best_scale is not None
+        scales = np.where(amax > 0, best_scale, 127).astype(np.uint8)  # an all-zero block: scale 1
+        return Matrix(self, pack_nibbles(best_codes.reshape(n, k)), scales)
+
+    def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:
+        n, k = matrix.shape
+        assert matrix.scales is not None
+        scales = E8M0[matrix.scales].astype(np.float64)[:, :, None]
+        return (E2M1[unpack_nibbles(matrix.codes)].reshape(n, k // 32, 32) * scales).reshape(n, k)
+
+    def find_bad(self, matrix: Matrix) -> str | None:
+        assert matrix.scales is not None
+        bad = np.flatnonzero((matrix.scales == E8M0_NAN).any(axis=1))
+        return f"row {bad[0]} has a block scale of 255, which is NaN" if bad.size else None
+
+
+FORMAT = MXFP4()

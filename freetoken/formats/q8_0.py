@@ -1,0 +1,47 @@
+"""q8_0: int8 codes, one fp16 scale per 32 weights along K (ggml's block_q8_0, here without its interleaving)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freetoken.formats.base import Format, Matrix
+
+
+class Q8_0(Format):
+    """Value = int8 * fp16 scale."""
+
+    name = "q8_0"
+    bits = 8
+    block = 32
+    scale_dtype = np.uint16
+    kernels = "_tile_q8_0"
+    spellings = ()
+
+    def quantize(self, weights: NDArray[np.float32]) -> Matrix:
+        """Scale amax/127 stored as fp16; codes from the unrounded scale, halves away from zero, as ggml does."""
+        n, k = weights.shape
+        self.check_width(k, "the input dimension")
+        blocks = weights.reshape(n, k // 32, 32)
+        scale = np.abs(blocks).max(axis=2) / np.float32(127)
+        with np.errstate(divide="ignore", over="ignore"):
+            inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale).astype(np.float32)
+            stored = scale.astype(np.float16).view(np.uint16)
+        scaled = blocks * inverse[:, :, None]
+        codes = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
+        return Matrix(self, codes.reshape(n, k).view(np.uint8), stored)
+
+    def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:
+        n, k = matrix.shape
+        assert matrix.scales is not None
+        codes = np.ascontiguousarray(matrix.codes).view(np.int8).astype(np.float64)
+        scales = np.ascontiguousarray(matrix.scales).view(np.float16).astype(np.float64)
+        return (codes.reshape(n, k // 32, 32) * scales[:, :, None]).reshape(n, k)
+
+    def find_bad(self, matrix: Matrix) -> str | None:
+        assert matrix.scales is not None
+        bad = np.flatnonzero(((matrix.scales & 0x7C00) == 0x7C00).any(axis=1))
+        return f"row {bad[0]} has a NaN or infinite block scale" if bad.size else None
+
+
+FORMAT = Q8_0()

@@ -1,0 +1,196 @@
+"""The record: one expert's bytes, the same in a host bank, on the PCIe bus and in a GPU slot (design D1, docs/record.md).
+
+Sections follow each other, each starting on 64 bytes:
+
+    gate_up tiles   g0 u0 g1 u1 ...   tile t of gate and of up alternate; rows padded to 16
+    gate_up globals f32 gate, f32 up, i32 mode (0 none, 1 multiply, 2 divide)
+    gate_up bias    f32 [gate rows padded][up rows padded]            only with bias
+    down tiles
+    down globals    f32 down, i32 unused, i32 mode
+    down bias       f32 [hidden rows padded]                          only with bias
+
+A shard is a record of a smaller expert: a slice of the intermediate dimension, whose outputs add up (design D3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freetoken.errors import FormatError
+from freetoken.formats.base import LINE_BYTES, TILE_ROWS, Format, Matrix
+
+LAYOUT_VERSION = 1
+"""Changes when any byte of any record would move."""
+
+_MODE_NONE, _MODE_MULTIPLY, _MODE_DIVIDE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One expert, row-major: gate and up (I, H), down (H, I), and fp32 biases (I,), (I,), (H,) or all None."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    gate_bias: NDArray[np.float32] | None = None
+    up_bias: NDArray[np.float32] | None = None
+    down_bias: NDArray[np.float32] | None = None
+
+    def shard(self, start: int, stop: int) -> Expert:
+        """The small expert of intermediate rows [start, stop); only the shard at 0 keeps the down bias."""
+        down_bias = self.down_bias
+        if down_bias is not None and start:
+            down_bias = np.zeros_like(down_bias)
+        return Expert(
+            self.gate.rows(start, stop),
+            self.up.rows(start, stop),
+            self.down.columns(start, stop),
+            None if self.gate_bias is None else self.gate_bias[start:stop],
+            None if self.up_bias is None else self.up_bias[start:stop],
+            down_bias,
+        )
+
+
+def shard_bounds(fmt: Format, intermediate: int, parts: int) -> list[tuple[int, int]]:
+    """Cut [0, intermediate) into `parts` slices on the format's granule, as even as whole granules allow.
+
+    2880 in four parts of granule 32 is 23, 23, 22 and 22 blocks. Raises `FormatError` when there are fewer granules
+    than parts or the granule does not divide the width.
+    """
+    granules, rest = divmod(intermediate, fmt.granule)
+    if rest or granules < parts or parts < 1:
+        raise FormatError(
+            f"{fmt.name}: a width of {intermediate} does not cut into {parts} shards of whole granules of {fmt.granule}",
+            format=fmt.name,
+        )
+    small, larger = divmod(granules, parts)
+    sizes = [(small + (p < larger)) * fmt.granule for p in range(parts)]
+    edges = np.concatenate([[0], np.cumsum(sizes)])
+    return [(int(a), int(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Where everything of one expert lies, for a format, widths hidden (H) and intermediate (I), with or without bias."""
+
+    format: Format
+    hidden: int
+    intermediate: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        self.format.check_width(self.hidden, "the hidden size")
+        self.format.check_width(self.intermediate, "the expert width")
+
+    @property
+    def gate_tiles(self) -> int:
+        """Tiles of gate (and as many of up)."""
+        return -(-self.intermediate // TILE_ROWS)
+
+    @property
+    def down_tiles(self) -> int:
+        """Tiles of down."""
+        return -(-self.hidden // TILE_ROWS)
+
+    @cached_property
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Section name -> (offset, bytes). The order is the order in memory."""
+        sizes = {
+            "gate_up": 2 * self.gate_tiles * self.format.tile_bytes(self.hidden),
+            "gate_up_globals": LINE_BYTES,
+            "gate_up_bias": 2 * self.gate_tiles * TILE_ROWS * 4 if self.bias else 0,
+            "down": self.down_tiles * self.format.tile_bytes(self.intermediate),
+            "down_globals": LINE_BYTES,
+            "down_bias": self.down_tiles * TILE_ROWS * 4 if self.bias else 0,
+        }
+        table, offset = {}, 0
+        for name, size in sizes.items():
+            table[name] = (offset, size)
+            offset += -(-size // LINE_BYTES) * LINE_BYTES
+        return table
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one record, a multiple of 64."""
+        offset, size = self.sections["down_bias"]
+        return offset + -(-size // LINE_BYTES) * LINE_BYTES
+
+    def pack(self, expert: Expert, out: NDArray[np.uint8]) -> None:
+        """Write an expert into `out` (nbytes,) uint8; every byte of it is set. Shapes must fit the layout."""
+        self._check(expert)
+        out[...] = 0
+        tile = self.format.tile_bytes(self.hidden)
+        pairs = self._view(out, "gate_up").reshape(self.gate_tiles, 2, tile)
+        pairs[:, 0] = self.format.pack(expert.gate).reshape(self.gate_tiles, tile)
+        pairs[:, 1] = self.format.pack(expert.up).reshape(self.gate_tiles, tile)
+        self._view(out, "down")[...] = self.format.pack(expert.down).reshape(-1)
+        self._write_globals(out, "gate_up_globals", expert.gate, expert.up)
+        self._write_globals(out, "down_globals", expert.down, None)
+        if self.bias:
+            assert expert.gate_bias is not None and expert.up_bias is not None and expert.down_bias is not None
+            gate_up = self._view(out, "gate_up_bias").view(np.float32).reshape(2, -1)
+            gate_up[0, : self.intermediate] = expert.gate_bias
+            gate_up[1, : self.intermediate] = expert.up_bias
+            self._view(out, "down_bias").view(np.float32)[: self.hidden] = expert.down_bias
+
+    def unpack(self, record: NDArray[np.uint8]) -> Expert:
+        """The inverse of `pack`."""
+        blocks = self.hidden // self.format.block
+        pairs = self._view(record, "gate_up").reshape(self.gate_tiles, 2, blocks, self.format.block_bytes)
+        down = self._view(record, "down").reshape(self.down_tiles, -1, self.format.block_bytes)
+        gate_value, up_value, divides = self._read_globals(record, "gate_up_globals")
+        down_value, _, down_divides = self._read_globals(record, "down_globals")
+
+        def matrix(tiles: NDArray[np.uint8], n: int, value: float, divide: bool) -> Matrix:
+            plain = self.format.unpack(tiles, n)
+            return Matrix(self.format, plain.codes, plain.scales, value, divide)
+
+        biases: list[NDArray[np.float32] | None] = [None, None, None]
+        if self.bias:
+            gate_up = self._view(record, "gate_up_bias").view(np.float32).reshape(2, -1)[:, : self.intermediate]
+            biases = [gate_up[0], gate_up[1], self._view(record, "down_bias").view(np.float32)[: self.hidden]]
+        return Expert(
+            matrix(pairs[:, 0], self.intermediate, gate_value, divides),
+            matrix(pairs[:, 1], self.intermediate, up_value, divides),
+            matrix(down, self.hidden, down_value, down_divides),
+            *biases,
+        )
+
+    def _view(self, record: NDArray[np.uint8], section: str) -> NDArray[np.uint8]:
+        offset, size = self.sections[section]
+        return record[offset : offset + size]
+
+    def _write_globals(self, out: NDArray[np.uint8], section: str, first: Matrix, second: Matrix | None) -> None:
+        line = self._view(out, section)
+        line[:8].view(np.float32)[...] = [first.global_scale, 1.0 if second is None else second.global_scale]
+        mode = _MODE_DIVIDE if first.divides else _MODE_MULTIPLY
+        plain = first.global_scale == 1.0 and (second is None or second.global_scale == 1.0)
+        line[8:12].view(np.int32)[...] = _MODE_NONE if plain else mode
+
+    def _read_globals(self, record: NDArray[np.uint8], section: str) -> tuple[float, float, bool]:
+        line = self._view(record, section)
+        first, second = line[:8].view(np.float32)
+        return float(first), float(second), int(line[8:12].view(np.int32)[0]) == _MODE_DIVIDE
+
+    def _check(self, expert: Expert) -> None:
+        wanted = {
+            "gate": (self.intermediate, self.hidden),
+            "up": (self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }
+        for name, shape in wanted.items():
+            matrix: Matrix = getattr(expert, name)
+            if matrix.format is not self.format or matrix.shape != shape:
+                raise FormatError(
+                    f"{name} is {matrix.format.name} {matrix.shape}, expected {self.format.name} {shape}",
+                    format=self.format.name,
+                    shape=matrix.shape,
+                )
+        if expert.gate.divides != expert.up.divides:
+            raise FormatError("gate and up globals differ in direction", format=self.format.name)
+        if self.bias != (expert.down_bias is not None):
+            raise FormatError("biases and layout do not agree", format=self.format.name)

@@ -1,0 +1,56 @@
+"""The job of one layer and the one function that does it; any team of threads may call it."""
+from libc.stddef cimport ptrdiff_t
+from libc.stdint cimport int32_t, uint8_t, uint16_t
+
+from freetoken.kernels._isa cimport ft_kernel
+
+
+cdef extern from "barrier.h" nogil:
+    ctypedef struct ft_barrier:
+        int arrived
+        int phase
+    void ft_barrier_wait(ft_barrier *b, int n)
+
+
+cdef enum:
+    SILU = 0    # g * sigmoid(g) * u
+    SWIGLU_CLAMPED = 1  # min(g, limit) * sigmoid(alpha * g) * (clamp(u, +-limit) + 1)
+
+
+cdef struct matrix:
+    # One matrix (or the gate and up pair) of a record.
+    ptrdiff_t offset, globals_offset, bias_offset   # from the record's start; bias -1: none
+    ptrdiff_t tile_bytes, tiles, rows, blocks       # rows before padding; blocks along the input dimension
+    ptrdiff_t vector_bytes                          # one prepared input vector
+
+
+cdef struct job:
+    # Weights: set once for a bank.
+    const uint8_t *bank
+    ptrdiff_t record_bytes
+    matrix gate_up, down
+    ft_kernel kernel
+    ptrdiff_t block, line                           # weights along K in a block, in a line
+    bint round_bf16                                 # fp32 vectors hold activations rounded to bf16
+    int activation
+    float alpha, limit
+    # Routes, sorted by expert: group g holds routes [start[g], start[g + 1]) of expert[g].
+    ptrdiff_t tokens, routes, groups
+    const int32_t *expert
+    const int32_t *start
+    const int32_t *token
+    const float *weight
+    # Input and output, (tokens, H), bf16 or fp32.
+    const void *x
+    void *y
+    bint x_bf16
+    # Scratch.
+    uint8_t *prepared       # tokens x gate_up.vector_bytes
+    uint8_t *hidden         # routes x down.vector_bytes
+    float *sums             # threads x tokens x 16
+    float *rows             # threads x max(H, 2 * chunk) floats
+    ptrdiff_t rows_stride
+    ft_barrier barrier
+
+
+cdef void layer(job *j, int thread, int n_threads) noexcept nogil

@@ -1,0 +1,450 @@
+"""One layer of experts on the CPU: prepare activations, gate and up with the activation function, down and combine.
+
+`layer` is the only entry: every thread of a team calls it with the same job. Three phases, a barrier between them:
+
+    prepare   each thread takes tokens; x becomes vectors in the form the tile function wants
+    gate_up   each thread takes chunks of intermediate rows of the routed experts; results are prepared at once
+    down      each thread takes output tiles of all tokens and adds up the routes of each token
+
+A value is computed by one thread, from start to end, and routes are added in the order of their expert's number:
+the bits do not depend on the number of threads or on which other tokens are in the batch. `ExpertLayer` is the Python face.
+"""
+from cython.parallel cimport parallel, threadid
+from libc.math cimport expf, fabsf, lrintf
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+from freetoken.kernels._isa cimport FT_BF16, FT_FP32, FT_INT8, TileKernel
+
+cdef extern from "team.h" nogil:
+    int ft_team_size()
+
+cdef enum:
+    TILE = 16
+    MAX_CHUNK = 32  # rows of gate and up handled together: a multiple of 16 and of every format's block
+
+
+cdef inline float bf16_to_float(uint16_t bits) noexcept nogil:
+    cdef unsigned int wide = (<unsigned int> bits) << 16
+    cdef float value
+    memcpy(&value, &wide, 4)
+    return value
+
+
+cdef inline uint16_t float_to_bf16(float value) noexcept nogil:
+    # Round to nearest even; NaN stays NaN.
+    cdef unsigned int bits
+    memcpy(&bits, &value, 4)
+    if value != value:
+        return 0x7fc0
+    return <uint16_t> ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)
+
+
+cdef void prepare_fp32(const job *j, const float *x, ptrdiff_t n, float *out) noexcept nogil:
+    cdef ptrdiff_t k
+    if j.round_bf16:
+        for k in range(n):
+            out[k] = bf16_to_float(float_to_bf16(x[k]))
+    else:
+        memcpy(out, x, n * sizeof(float))
+
+
+cdef void prepare_bf16(const job *j, const float *x, ptrdiff_t n, uint16_t *out) noexcept nogil:
+    cdef ptrdiff_t k, i
+    if j.kernel.order == NULL:
+        for k in range(n):
+            out[k] = float_to_bf16(x[k])
+    else:
+        k = 0
+        while k < n:
+            for i in range(j.line):
+                out[k + j.kernel.order[i]] = float_to_bf16(x[k + i])
+            k += j.line
+
+
+cdef void prepare_int8(
+    const job *j, const float *x, ptrdiff_t n, signed char *out, float *scales, int32_t *sums
+) noexcept nogil:
+    # Per block amax / 127, codes to nearest even; an all-zero block has scale 0.
+    cdef ptrdiff_t b, k, i
+    cdef float top, inverse
+    cdef int code
+    cdef int32_t total
+    cdef const uint8_t *order = j.kernel.order
+    for b in range(n // j.block):
+        top = 0
+        for k in range(j.block):
+            top = max(top, fabsf(x[k]))
+        inverse = 127.0 / top if top > 1e-30 else 0.0
+        total = 0
+        k = 0
+        while k < j.block:
+            for i in range(j.line):
+                code = <int> lrintf(x[k + i] * inverse)
+                total += code
+                out[k + (i if order == NULL else order[i])] = <signed char> code
+            k += j.line
+        scales[b] = top / 127.0 if top > 1e-30 else 0.0
+        sums[b] = total
+        x += j.block
+        out += j.block
+
+
+cdef void prepare(const job *j, const float *x, ptrdiff_t first, ptrdiff_t n, ptrdiff_t width, uint8_t *out) noexcept nogil:
+    """Values [first, first + n) of a vector of `width` values, into their places; first is a multiple of the block."""
+    cdef signed char *codes
+    cdef float *scales
+    cdef int32_t *sums
+    if j.kernel.act == FT_FP32:
+        prepare_fp32(j, x, n, (<float *> out) + first)
+    elif j.kernel.act == FT_BF16:
+        prepare_bf16(j, x, n, (<uint16_t *> out) + first)
+    else:
+        codes = <signed char *> out
+        scales = <float *> (codes + width)
+        sums = <int32_t *> (scales + width // j.block)
+        prepare_int8(j, x, n, codes + first, scales + first // j.block, sums + first // j.block)
+
+
+cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil:
+    cdef ptrdiff_t width = j.gate_up.blocks * j.block
+    cdef ptrdiff_t blocks = j.tokens * j.gate_up.blocks
+    cdef ptrdiff_t at = blocks * thread // n_threads, stop = blocks * (thread + 1) // n_threads
+    cdef ptrdiff_t token, first, n, k
+    cdef float *row = j.rows + thread * j.rows_stride
+    cdef const uint16_t *x16
+    while at < stop:
+        token = at // j.gate_up.blocks
+        first = (at - token * j.gate_up.blocks) * j.block
+        n = min(width - first, (stop - at) * j.block)
+        if j.x_bf16:
+            x16 = (<const uint16_t *> j.x) + token * width + first
+            for k in range(n):
+                row[k] = bf16_to_float(x16[k])
+            prepare(j, row, first, n, width, j.prepared + token * j.gate_up.vector_bytes)
+        else:
+            prepare(
+                j, (<const float *> j.x) + token * width + first, first, n, width,
+                j.prepared + token * j.gate_up.vector_bytes,
+            )
+        at += n // j.block
+
+
+cdef inline void finish_tile(const matrix *m, const uint8_t *record, int which, ptrdiff_t bias_row, float *y) noexcept nogil:
+    """Apply a matrix's global scale (which: 0 gate or down, 1 up) and its bias to 16 sums."""
+    cdef const float *value = <const float *> (record + m.globals_offset)
+    cdef int mode = (<const int32_t *> value)[2]
+    cdef const float *bias
+    cdef int i
+    if mode == 1:
+        for i in range(TILE):
+            y[i] *= value[which]
+    elif mode == 2:
+        for i in range(TILE):
+            y[i] /= value[which]
+    if m.bias_offset >= 0:
+        bias = (<const float *> (record + m.bias_offset)) + bias_row
+        for i in range(TILE):
+            y[i] += bias[i]
+
+
+cdef void activate(const job *j, const float *gate, const float *up, float *out) noexcept nogil:
+    cdef int i
+    cdef float g, u
+    if j.activation == SILU:
+        for i in range(TILE):
+            out[i] = gate[i] / (1 + expf(-gate[i])) * up[i]
+    else:
+        for i in range(TILE):
+            # comparisons in this order keep a NaN
+            g = j.limit if gate[i] > j.limit else gate[i]
+            u = j.limit if up[i] > j.limit else (-j.limit if up[i] < -j.limit else up[i])
+            out[i] = g / (1 + expf(-j.alpha * g)) * (u + 1)
+
+
+cdef void gate_up_chunk(const job *j, ptrdiff_t group, ptrdiff_t chunk, ptrdiff_t chunk_tiles, float *h) noexcept nogil:
+    """Rows [chunk * chunk_tiles * 16, ...) of gate and up for every token of a group."""
+    cdef const uint8_t *record = j.bank + j.expert[group] * j.record_bytes
+    cdef const matrix *m = &j.gate_up
+    cdef const uint8_t *x
+    cdef const uint8_t *w
+    cdef ptrdiff_t width = j.down.blocks * j.block
+    cdef ptrdiff_t first = chunk * chunk_tiles, last = min(first + chunk_tiles, m.tiles)
+    cdef ptrdiff_t route, t
+    cdef float gate[TILE]
+    cdef float up[TILE]
+    for route in range(j.start[group], j.start[group + 1]):
+        x = j.prepared + j.token[route] * m.vector_bytes
+        for t in range(first, last):
+            w = record + m.offset + 2 * t * m.tile_bytes
+            j.kernel.tile(w, m.blocks, x, gate)
+            j.kernel.tile(w + m.tile_bytes, m.blocks, x, up)
+            finish_tile(m, record, 0, t * TILE, gate)
+            finish_tile(m, record, 1, (m.tiles + t) * TILE, up)
+            activate(j, gate, up, h + (t - first) * TILE)
+        t = min((last - first) * TILE, width - first * TILE)
+        prepare(j, h, first * TILE, t, width, j.hidden + route * j.down.vector_bytes)
+
+
+cdef void gate_up(const job *j, int thread, int n_threads) noexcept nogil:
+    """Each thread takes chunks whose start, measured in (token, chunk) pairs, falls into its share."""
+    cdef ptrdiff_t chunk_tiles = max(1, j.block // TILE)
+    cdef ptrdiff_t chunks = (j.gate_up.tiles + chunk_tiles - 1) // chunk_tiles
+    cdef ptrdiff_t work = j.routes * chunks
+    cdef ptrdiff_t low = work * thread // n_threads, high = work * (thread + 1) // n_threads
+    cdef ptrdiff_t group, chunk, stop, base, size
+    cdef float *h = j.rows + thread * j.rows_stride
+    for group in range(j.groups):
+        size = j.start[group + 1] - j.start[group]
+        base = j.start[group] * chunks
+        if base >= high or base + size * chunks <= low:
+            continue
+        chunk = max(<ptrdiff_t> 0, (low - base + size - 1) // size) if low > base else 0
+        stop = min(chunks, (high - base + size - 1) // size)
+        while chunk < stop:
+            gate_up_chunk(j, group, chunk, chunk_tiles, h)
+            chunk += 1
+
+
+cdef void down_tile(const job *j, ptrdiff_t t, float *sums) noexcept nogil:
+    """Output rows [16 t, 16 t + 16) of every token: routes are added in the order of their expert's number."""
+    cdef const matrix *m = &j.down
+    cdef const uint8_t *record
+    cdef ptrdiff_t group, route, token, i, n = min(<ptrdiff_t> TILE, m.rows - t * TILE)
+    cdef float part[TILE]
+    cdef float *total
+    cdef float weight
+    memset(sums, 0, j.tokens * TILE * sizeof(float))
+    for group in range(j.groups):
+        record = j.bank + j.expert[group] * j.record_bytes
+        for route in range(j.start[group], j.start[group + 1]):
+            j.kernel.tile(record + m.offset + t * m.tile_bytes, m.blocks, j.hidden + route * m.vector_bytes, part)
+            finish_tile(m, record, 0, t * TILE, part)
+            weight = j.weight[route]
+            total = sums + j.token[route] * TILE
+            for i in range(TILE):
+                total[i] += weight * part[i]
+    for token in range(j.tokens):
+        total = sums + token * TILE
+        if j.x_bf16:
+            for i in range(n):
+                (<uint16_t *> j.y)[token * m.rows + t * TILE + i] = float_to_bf16(total[i])
+        else:
+            memcpy((<float *> j.y) + token * m.rows + t * TILE, total, n * sizeof(float))
+
+
+cdef void down(const job *j, int thread, int n_threads) noexcept nogil:
+    cdef ptrdiff_t t, stop = j.down.tiles * (thread + 1) // n_threads
+    for t in range(j.down.tiles * thread // n_threads, stop):
+        down_tile(j, t, j.sums + thread * j.tokens * TILE)
+
+
+cdef void layer(job *j, int thread, int n_threads) noexcept nogil:
+    prepare_tokens(j, thread, n_threads)
+    ft_barrier_wait(&j.barrier, n_threads)
+    gate_up(j, thread, n_threads)
+    ft_barrier_wait(&j.barrier, n_threads)
+    down(j, thread, n_threads)
+
+
+cdef class Scratch:
+    """Working memory of one executor, grown as needed, used by one layer at a time."""
+
+    cdef uint8_t *data
+    cdef size_t size
+
+    def __cinit__(self):
+        self.data = NULL
+        self.size = 0
+
+    def __dealloc__(self):
+        free(self.data)
+
+    cdef uint8_t *reserve(self, size_t size) except NULL:
+        if size > self.size:
+            free(self.data)
+            self.data = NULL
+            self.size = 0
+            self.data = <uint8_t *> calloc(size + 64, 1)
+            if self.data == NULL:
+                raise MemoryError(f"{size} bytes of scratch for an expert layer")
+            self.size = size
+        # 64-byte alignment inside the slack
+        return self.data + (64 - <size_t> self.data % 64) % 64
+
+    @property
+    def nbytes(self):
+        """Bytes held now."""
+        return self.size
+
+
+cdef inline size_t aligned(size_t n) noexcept nogil:
+    return (n + 63) & ~<size_t> 63
+
+
+cdef class ExpertLayer:
+    """The experts of one layer bound to a tile function.
+
+    bank: (E, record_bytes) uint8, C-contiguous, of records laid out as `layout` says; it is borrowed and kept alive.
+    layout: a `freetoken.formats.record.RecordLayout`. kernel: one of its format's tile functions.
+    activation: "silu" or "swiglu_clamped" with alpha and limit. round_bf16: round activations to bf16 before an
+    fp32 tile function (what a bf16 tile function does by itself).
+    """
+
+    cdef job template
+    cdef object owner
+    cdef readonly Py_ssize_t n_experts
+    cdef readonly Py_ssize_t hidden
+
+    def __cinit__(
+        self, const uint8_t[:, ::1] bank, object layout, TileKernel kernel not None, str activation="silu",
+        float alpha=0.0, float limit=0.0, bint round_bf16=False,
+    ):
+        cdef job *j = &self.template
+        if bank.shape[0] < 1 or bank.shape[1] != layout.nbytes:
+            raise ValueError(f"bank is {bank.shape[0]} x {bank.shape[1]} bytes, records have {layout.nbytes}")
+        if activation not in ("silu", "swiglu_clamped"):
+            raise ValueError(f"unknown activation {activation!r}, expected silu or swiglu_clamped")
+        memset(j, 0, sizeof(job))
+        self.owner = bank
+        self.n_experts = bank.shape[0]
+        self.hidden = layout.hidden
+        j.bank = &bank[0, 0]
+        j.record_bytes = bank.shape[1]
+        j.block = layout.format.block
+        j.line = layout.format.line_k
+        j.kernel = kernel.entry
+        j.round_bf16 = round_bf16
+        j.activation = SILU if activation == "silu" else SWIGLU_CLAMPED
+        j.alpha = alpha
+        j.limit = limit
+        self.describe(&j.gate_up, layout, "gate_up", layout.intermediate, layout.hidden)
+        self.describe(&j.down, layout, "down", layout.hidden, layout.intermediate)
+
+    cdef void describe(self, matrix *m, object layout, str name, ptrdiff_t rows, ptrdiff_t k):
+        m.offset = layout.sections[name][0]
+        m.globals_offset = layout.sections[name + "_globals"][0]
+        m.bias_offset = layout.sections[name + "_bias"][0] if layout.bias else -1
+        m.tile_bytes = layout.format.tile_bytes(k)
+        m.tiles = (rows + TILE - 1) // TILE
+        m.rows = rows
+        m.blocks = k // layout.format.block
+        if self.template.kernel.act == FT_FP32:
+            m.vector_bytes = aligned(k * 4)
+        elif self.template.kernel.act == FT_BF16:
+            m.vector_bytes = aligned(k * 2)
+        else:
+            m.vector_bytes = aligned(k + m.blocks * 8)
+
+    def run(self, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, Scratch scratch not None, int n_threads):
+        """Write into `out` the weighted sum of the routed experts' outputs for each token.
+
+        x, out: (B, H) C-contiguous, both float32 or both uint16 holding bf16 bits; out is overwritten.
+        ids: (B, K) int32; an id outside [0, E) is a route to nowhere. weights: (B, K) float32.
+        One call at a time per Scratch; the GIL is released.
+        """
+        cdef const float[:, ::1] x32
+        cdef const uint16_t[:, ::1] x16
+        cdef float[:, ::1] y32
+        cdef uint16_t[:, ::1] y16
+        cdef job j = self.template
+        cdef job *shared = &j
+        cdef Py_ssize_t tokens = ids.shape[0], k = ids.shape[1]
+        if n_threads < 1:
+            raise ValueError(f"n_threads is {n_threads}, expected at least 1")
+        if weights.shape[0] != tokens or weights.shape[1] != k:
+            raise ValueError(f"weights are {weights.shape[0]} x {weights.shape[1]}, ids {tokens} x {k}")
+        if x.shape != (tokens, self.hidden) or out.shape != x.shape:
+            raise ValueError(f"x is {x.shape}, out {out.shape}, expected {(tokens, self.hidden)}")
+        if tokens == 0:
+            return
+        j.x_bf16 = x.dtype.itemsize == 2
+        if j.x_bf16:
+            x16 = x
+            y16 = out
+            j.x = &x16[0, 0]
+            j.y = &y16[0, 0]
+        else:
+            x32 = x
+            y32 = out
+            j.x = &x32[0, 0]
+            j.y = &y32[0, 0]
+        j.tokens = tokens
+        self.reserve(&j, scratch, tokens, k, n_threads, ids, weights)
+        with nogil, parallel(num_threads=n_threads):
+            layer(shared, threadid(), ft_team_size())
+
+    cdef int reserve(
+        self, job *j, Scratch scratch, Py_ssize_t tokens, Py_ssize_t k, int n_threads,
+        const int32_t[:, ::1] ids, const float[:, ::1] weights,
+    ) except -1:
+        """Cut scratch into the job's buffers and sort the routes by expert (counting sort, stable)."""
+        cdef size_t routes = tokens * k, experts = self.n_experts
+        cdef size_t rows_bytes = aligned(max(self.hidden, MAX_CHUNK) * 4)
+        cdef size_t sizes[8]
+        cdef size_t total = 0
+        cdef uint8_t *at
+        cdef int i
+        sizes[0] = aligned(tokens * j.gate_up.vector_bytes)
+        # a padded last tile writes its chunk whole
+        sizes[1] = aligned(routes * j.down.vector_bytes + 64)
+        sizes[2] = aligned(n_threads * tokens * TILE * 4)
+        sizes[3] = n_threads * rows_bytes
+        sizes[4] = aligned(experts * 4)
+        sizes[5] = aligned((experts + 1) * 4)
+        sizes[6] = aligned(routes * 4)
+        sizes[7] = aligned(routes * 4)
+        for i in range(8):
+            total += sizes[i]
+        at = scratch.reserve(total)
+        j.prepared = at
+        j.hidden = j.prepared + sizes[0]
+        j.sums = <float *> (j.hidden + sizes[1])
+        j.rows = <float *> ((<uint8_t *> j.sums) + sizes[2])
+        j.rows_stride = rows_bytes // 4
+        cdef int32_t *expert = <int32_t *> ((<uint8_t *> j.rows) + sizes[3])
+        cdef int32_t *start = <int32_t *> ((<uint8_t *> expert) + sizes[4])
+        cdef int32_t *token = <int32_t *> ((<uint8_t *> start) + sizes[5])
+        cdef float *weight = <float *> ((<uint8_t *> token) + sizes[6])
+        j.expert = expert
+        j.start = start
+        j.token = token
+        j.weight = weight
+        if routes:
+            sort_routes(&ids[0, 0], &weights[0, 0], tokens, k, experts, expert, start, token, weight, j)
+        return 0
+
+
+cdef void sort_routes(
+    const int32_t *ids, const float *weights, ptrdiff_t tokens, ptrdiff_t k, ptrdiff_t experts,
+    int32_t *expert, int32_t *start, int32_t *token, float *weight, job *j,
+) noexcept nogil:
+    cdef ptrdiff_t r, e, n = tokens * k, groups = 0, at
+    # start[e] first counts, then says where an expert's next route goes; `expert` is its scratch until the end.
+    memset(expert, 0, experts * sizeof(int32_t))
+    for r in range(n):
+        if 0 <= ids[r] < experts:
+            expert[ids[r]] += 1
+    at = 0
+    for e in range(experts):
+        r = expert[e]
+        expert[e] = <int32_t> at
+        at += r
+    j.routes = at
+    for r in range(n):
+        if 0 <= ids[r] < experts:
+            at = expert[ids[r]]
+            token[at] = <int32_t> (r // k)
+            weight[at] = weights[r]
+            expert[ids[r]] += 1
+    # now expert[e] is where group e ends: keep the groups that are not empty
+    at = 0
+    for e in range(experts):
+        r = expert[e]
+        if r > at:
+            start[groups] = <int32_t> at
+            expert[groups] = <int32_t> e
+            groups += 1
+            at = r
+    start[groups] = <int32_t> at
+    j.groups = groups

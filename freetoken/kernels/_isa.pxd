@@ -1,0 +1,32 @@
+"""Types of isa.h and the handle of one tile function."""
+from libc.stddef cimport ptrdiff_t
+from libc.stdint cimport int32_t, uint8_t
+
+
+cdef extern from "isa.h" nogil:
+    enum:
+        FT_SCALAR
+        FT_AVX2
+        FT_AVX512
+        FT_AVX512VNNI
+        FT_AVX512BF16
+        FT_LEVELS
+        FT_FP32
+        FT_BF16
+        FT_INT8
+    ctypedef void (*ft_tile)(const uint8_t *w, ptrdiff_t blocks, const void *x, float *y) noexcept
+    ctypedef struct ft_kernel:
+        int level
+        int act
+        ft_tile tile
+        const uint8_t *order
+    int ft_best_level()
+
+
+cdef class TileKernel:
+    cdef ft_kernel entry
+    cdef readonly str level
+    cdef readonly str act
+
+
+cdef list table(const ft_kernel *entries)

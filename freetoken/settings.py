@@ -1,0 +1,48 @@
+"""Every FREETOKEN_* environment variable: its name, type, default and meaning, read when it is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from freetoken.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A variable that takes one of a few words."""
+
+    name: str
+    default: str
+    choices: tuple[str, ...]
+    meaning: str
+
+    def read(self, environ: Mapping[str, str] | None = None) -> str:
+        """The value in force; raises `ConfigError` listing the accepted words when it is none of them."""
+        text = (os.environ if environ is None else environ).get(self.name, "").strip().lower() or self.default
+        if text not in self.choices:
+            expected = ", ".join(self.choices)
+            raise ConfigError(
+                f"{self.name}={text!r} is not one of {expected}: unset it or choose one of these",
+                name=self.name,
+                value=text,
+                expected=expected,
+            )
+        return text
+
+
+CPU_ACT = Choice(
+    "FREETOKEN_CPU_ACT",
+    "auto",
+    ("auto", "fp32", "bf16", "int8"),
+    "precision of activations in CPU expert kernels; auto follows the model's dtype and the CPU",
+)
+CPU_ISA = Choice(
+    "FREETOKEN_CPU_ISA",
+    "auto",
+    ("auto", "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"),
+    "highest instruction set that CPU expert kernels may use; auto takes the best this CPU has",
+)
+
+ALL: tuple[Choice, ...] = (CPU_ACT, CPU_ISA)

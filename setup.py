@@ -1,0 +1,36 @@
+"""Compiles every .pyx of the package; metadata is in setup.cfg."""
+
+import sys
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+OPENMP = ["-fopenmp"] if sys.platform.startswith("linux") else []
+HEADERS = [str(path) for path in sorted(Path("freetoken").rglob("*.h"))]
+DIRECTIVES = {
+    "language_level": 3,
+    "boundscheck": False,
+    "wraparound": False,
+    "initializedcheck": False,
+    "cdivision": True,
+    "embedsignature": False,
+}
+
+setup(
+    ext_modules=cythonize(
+        [
+            Extension(
+                ".".join(path.with_suffix("").parts),
+                [str(path)],
+                include_dirs=["freetoken/kernels"],
+                depends=HEADERS,
+                extra_compile_args=["-O3", *OPENMP],
+                extra_link_args=OPENMP,
+            )
+            for path in sorted(Path("freetoken").rglob("*.pyx"))
+        ],
+        compiler_directives=DIRECTIVES,
+        build_dir="build/cython",
+    )
+)

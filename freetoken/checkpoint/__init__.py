@@ -1,0 +1,10 @@
+"""Checkpoints on disk: what is in them, told from headers, and how experts come out of them.
+
+    safetensors.py   files, headers, tensors: nothing is trusted before it is checked
+    quantization.py  what the config says about quantization, in the dialects that exist
+    experts.py       which tensors make an expert, in which format and spelling; reading one
+    load.py          experts into banks, in parallel
+    inspect.py       the answer to "what is this, and does it load here?"
+
+To add a spelling of a known format, add it to that format's file; to add a naming of experts, see experts.py.
+"""

@@ -1,0 +1,54 @@
+"""Fills banks from a checkpoint: expert by expert, several at once, never more than a few experts beside the banks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from freetoken.banks import Bank
+from freetoken.checkpoint.experts import ExpertGroup
+from freetoken.formats.base import Format, Matrix
+from freetoken.formats.record import Expert
+
+
+def convert(expert: Expert, fmt: Format) -> Expert:
+    """The expert in another format, from its exact values; itself when it is in that format already."""
+    if expert.gate.format is fmt:
+        return expert
+
+    def matrix(source: Matrix) -> Matrix:
+        return fmt.quantize(source.dequantize())
+
+    return Expert(
+        matrix(expert.gate),
+        matrix(expert.up),
+        matrix(expert.down),
+        expert.gate_bias,
+        expert.up_bias,
+        expert.down_bias,
+    )
+
+
+def fill_banks(
+    pairs: Iterable[tuple[Bank, ExpertGroup]], threads: int, on_bytes: Callable[[int], object] = lambda n: None
+) -> None:
+    """Fill each bank with its group's experts, in the bank's format, with `threads` threads.
+
+    on_bytes is called from those threads with the bytes of each record written. The first error stops the rest and
+    is raised.
+    """
+
+    def fill(job: tuple[Bank, ExpertGroup, int]) -> None:
+        bank, group, expert = job
+        bank.put(expert, convert(group.read(expert), bank.layout.format))
+        on_bytes(bank.layout.nbytes)
+
+    jobs = [(bank, group, expert) for bank, group in pairs for expert in range(group.n_experts)]
+    with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="freetoken-load") as pool:
+        futures = [pool.submit(fill, job) for job in jobs]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise

@@ -1,0 +1,235 @@
+"""Reads a folder of safetensors: every header is checked against its file before any tensor is read.
+
+Layout: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data). Raw bit patterns are
+returned, because NumPy knows neither bf16 nor fp8; formats say what they mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freetoken.errors import CheckpointError
+
+DTYPES: dict[str, Any] = {
+    "BOOL": np.uint8,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
+    "F8_E8M0": np.uint8,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "F16": np.float16,
+    "BF16": np.uint16,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "F32": np.float32,
+    "I64": np.int64,
+    "U64": np.uint64,
+    "F64": np.float64,
+    "C64": np.complex64,
+}
+"""safetensors dtype -> the NumPy type of its bits."""
+
+_MAX_HEADER = 100_000_000  # the format's own limit
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: its dtype name, shape, file, absolute offset and size in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder: its config, its sidecar quantization config if any, and every tensor by name."""
+
+    path: Path
+    config: Mapping[str, Any]
+    sidecar: Mapping[str, Any] | None
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The language model's part of the config: the whole, or `text_config` inside a multimodal one."""
+        inner = self.config.get("text_config")
+        return inner if isinstance(inner, dict) else self.config
+
+    def read(self, name: str, index: int | None = None) -> NDArray[Any]:
+        """The raw bits of a tensor, or of its slice `index` along the first dimension."""
+        info = self.tensors[name]
+        shape, offset, nbytes = info.shape, info.offset, info.nbytes
+        if index is not None:
+            nbytes //= shape[0]
+            offset += index * nbytes
+            shape = shape[1:]
+        data = np.empty(nbytes, np.uint8)
+        _read_exactly(info, offset, data)
+        return data.view(DTYPES[info.dtype]).reshape(shape)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read config and headers of a local folder.
+
+    Raises `CheckpointError` naming file and tensor when something is missing, truncated or contradicts itself.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder} {what}; expected a folder with config.json and *.safetensors", file=str(folder))
+    config = _read_json(folder / "config.json")
+    sidecar_file = folder / "hf_quant_config.json"
+    sidecar = _read_json(sidecar_file) if sidecar_file.exists() else None
+    return Checkpoint(folder, config, sidecar, _find_tensors(folder))
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """All tensors of one safetensors file, every claim of its header checked against the file."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            head = stream.read(8)
+            length = int.from_bytes(head, "little")
+            if len(head) < 8 or length > min(size - 8, _MAX_HEADER):
+                raise CheckpointError(
+                    f"{file} is truncated or not safetensors: its header claims {length} bytes, the file has {size}; "
+                    "download it again",
+                    file=str(file),
+                )
+            raw = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", file=str(file)) from error
+    header = _parse_json(raw, file)
+    data_start = 8 + length
+    tensors = {
+        name: _check_entry(file, name, entry, data_start, size) for name, entry in header.items() if name != "__metadata__"
+    }
+    _check_overlap(file, tensors)
+    return tensors
+
+
+def _check_entry(file: Path, name: str, entry: Any, data_start: int, size: int) -> TensorInfo:
+    def bad(what: str) -> CheckpointError:
+        return CheckpointError(f"{file}: tensor {name!r} {what}", file=str(file), tensor=name)
+
+    if not isinstance(entry, dict):
+        raise bad("has no description in the header")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if dtype not in DTYPES:
+        raise bad(f"has dtype {dtype!r}, which this version does not know")
+    if not _are_sizes(shape):
+        raise bad(f"has shape {shape!r}; a list of sizes is expected")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise bad(f"has data_offsets {offsets!r}; two ascending numbers are expected")
+    nbytes = offsets[1] - offsets[0]
+    expected = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    if nbytes != expected:
+        raise bad(f"is {dtype} {shape}, which takes {expected} bytes, but its data has {nbytes}")
+    if data_start + offsets[1] > size:
+        raise bad(f"ends at byte {data_start + offsets[1]} of a file of {size}: the file is truncated; download it again")
+    return TensorInfo(name, dtype, tuple(shape), file, data_start + offsets[0], nbytes)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**63 for v in value)
+
+
+def _check_overlap(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    end, last = 0, ""
+    for info in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
+        if info.nbytes and info.offset < end:
+            raise CheckpointError(f"{file}: tensors {last!r} and {info.name!r} overlap", file=str(file), tensor=info.name)
+        if info.nbytes:
+            end, last = info.offset + info.nbytes, info.name
+
+
+def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
+    index = folder / _INDEX
+    if not index.exists():
+        single = folder / _SINGLE
+        if not single.exists():
+            found = sorted(p.name for p in folder.iterdir())[:8]
+            raise CheckpointError(
+                f"{folder} has neither {_SINGLE} nor {_INDEX}; found {', '.join(found) or 'nothing'}", file=str(folder)
+            )
+        return read_header(single)
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensor to file", file=str(index))
+    tensors: dict[str, TensorInfo] = {}
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{index} names {shard!r}, which is not a file name in its folder", file=str(index))
+        file = folder / shard
+        if not file.exists():
+            wanted = next(name for name, where in weight_map.items() if where == shard)
+            raise CheckpointError(
+                f"{index.name} names {shard} (tensor {wanted!r} and others), which is not in {folder}; download it",
+                file=str(file),
+                tensor=wanted,
+            )
+        tensors.update(read_header(file))
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise CheckpointError(
+                f"{index.name} says that {name!r} is in {shard}, but its header does not have it",
+                file=str(folder / shard),
+                tensor=name,
+            )
+    return {name: info for name, info in tensors.items() if name in weight_map}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return _parse_json(file.read_bytes(), file)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing; a checkpoint folder needs it", file=str(file)) from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", file=str(file)) from error
+
+
+def _parse_json(raw: bytes, file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} does not hold valid JSON: {error}", file=str(file)) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a JSON {type(value).__name__}; an object is expected", file=str(file))
+    return value
+
+
+def _read_exactly(info: TensorInfo, offset: int, out: NDArray[np.uint8]) -> None:
+    view = memoryview(out)
+    try:
+        with info.file.open("rb", buffering=0) as stream:
+            stream.seek(offset)
+            while view.nbytes:
+                got = stream.readinto(view)
+                if not got:
+                    raise CheckpointError(
+                        f"{info.file} ended while tensor {info.name!r} was read; it changed or is truncated",
+                        file=str(info.file),
+                        tensor=info.name,
+                    )
+                view = view[got:]
+    except OSError as error:
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} cannot be read: {error.strerror}", file=str(info.file), tensor=info.name
+        ) from error

@@ -1,0 +1,232 @@
+"""Host execution: chooses tile functions, checks them once, and runs layers of experts for routed tokens.
+
+    Executor        one per model: threads, scratch memory, a lock; calls from several threads queue
+    BoundLayer      one per layer: a complete bank bound to a tile function and an activation function
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freetoken import settings
+from freetoken.banks import Bank
+from freetoken.errors import FreeTokenError, UnsupportedError
+from freetoken.formats.base import Format
+from freetoken.kernels import reference
+from freetoken.kernels._experts import ExpertLayer, Scratch
+from freetoken.kernels._isa import LEVELS, TileKernel, available_levels
+
+logger = logging.getLogger(__name__)
+
+_MAX_TOKENS = 512
+"""Tokens handled by one pass over a layer; longer batches are cut, which bounds scratch memory."""
+
+_CHECK_BOUND = {"fp32": 1e-4, "bf16": 2e-2, "int8": 1e-1}
+"""Error at which a tile function counts as broken: far above `reference.ERROR_BOUND` for odd weights, far below any
+mistake in decoding, which gives errors of the order of 1."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The gated activation between gate/up and down: "silu", or "swiglu_clamped" with alpha and limit."""
+
+    kind: str = "silu"
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """A tile function and how activations reach it. act: the precision in force; tier: the level asked of the CPU."""
+
+    kernel: TileKernel
+    act: str
+    tier: str
+    round_bf16: bool
+
+
+def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto") -> list[KernelChoice]:
+    """Tile functions for a format, best first: one for each lower tier that has another.
+
+    act: "auto" or a precision. auto takes fp32 for an fp32 or fp16 model; for a bf16 model bf16 where a bf16 dot
+    serves this format, else fp32. A forced bf16 without such a tile rounds activations before an fp32 tile; formats
+    without an int8 tile (bf16) take bf16 instead. Raises `UnsupportedError` for a tier this CPU lacks.
+    """
+    levels = list(available_levels())
+    if tier != "auto":
+        if tier not in levels:
+            raise UnsupportedError(
+                f"this CPU has no {tier}; it has {', '.join(levels)}", feature=tier, available=", ".join(levels)
+            )
+        levels = levels[: levels.index(tier) + 1]
+    kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels.{fmt.kernels}").kernels()
+    choices: list[KernelChoice] = []
+    for level in reversed(levels):
+        choice = _choose(kernels, level, act, dtype)
+        if not choices or choice.kernel.level != choices[-1].kernel.level:
+            choices.append(choice)
+    return choices
+
+
+def _choose(kernels: list[TileKernel], level: str, act: str, dtype: torch.dtype) -> KernelChoice:
+    def best(wanted: str) -> TileKernel | None:
+        rank = LEVELS.index(level)
+        usable = [k for k in kernels if k.act == wanted and LEVELS.index(k.level) <= rank]
+        return max(usable, key=lambda k: LEVELS.index(k.level), default=None)
+
+    if act == "int8":
+        kernel = best("int8")
+        if kernel is not None:
+            return KernelChoice(kernel, "int8", level, False)
+        act = "bf16"
+    if act == "bf16" or (act == "auto" and dtype == torch.bfloat16):
+        kernel = best("bf16")
+        if kernel is not None:
+            return KernelChoice(kernel, "bf16", level, False)
+    kernel = best("fp32")
+    assert kernel is not None, "every format has a scalar fp32 tile"
+    return KernelChoice(kernel, "bf16" if act == "bf16" else "fp32", level, act == "bf16")
+
+
+class Executor:
+    """Runs expert layers of one model on the CPU. workers: the CPUs that get a thread each; their number counts.
+
+    Calls queue on a lock. Not usable after fork (OpenMP teams do not survive it), nor picklable.
+    """
+
+    def __init__(self, workers: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.workers = workers
+        self.dtype = dtype
+        self.act = settings.CPU_ACT.read()
+        self.tier = settings.CPU_ISA.read()
+        self._scratch = Scratch()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._checked: dict[tuple[str, bool], KernelChoice] = {}
+
+    def bind(self, bank: Bank, activation: Activation) -> BoundLayer:
+        """A layer ready to run. The first bank of each format is checked against the reference, tier by tier."""
+        missing = bank.missing
+        if missing:
+            raise FreeTokenError(f"{bank!r} is incomplete: experts {missing[:8]} were never loaded")
+        key = (bank.layout.format.name, bank.layout.bias)
+        if key not in self._checked:
+            self._checked[key] = self._first_that_agrees(bank, activation)
+        choice = self._checked[key]
+        return BoundLayer(self, bank, activation, choice, _bind(bank, activation, choice))
+
+    def _first_that_agrees(self, bank: Bank, activation: Activation) -> KernelChoice:
+        choices = kernel_choices(bank.layout.format, self.act, self.dtype, self.tier)
+        for choice in choices:
+            error = check_kernel(bank, activation, choice)
+            if error <= _CHECK_BOUND[choice.act]:
+                logger.info("%s experts run on %s", bank.layout.format.name, choice)
+                return choice
+            logger.warning(
+                "%s is wrong on this CPU for %s (error %.3g): falling back to the next tier",
+                choice.kernel, bank.layout.format.name, error,
+            )  # fmt: skip
+        raise UnsupportedError(
+            f"no CPU tile for {bank.layout.format.name} agrees with the reference on this machine; please report it "
+            "with the output of `ft info`",
+            feature=bank.layout.format.name,
+        )
+
+    def run(self, layer: BoundLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The routed experts' weighted sum for each token.
+
+        x: (B, H) float32, bfloat16 or float16 on the CPU. ids: (B, K) integer, out-of-range ids are skipped.
+        weights: (B, K) floating. Returns (B, H) in x's dtype.
+        """
+        if os.getpid() != self._pid:
+            raise UnsupportedError(
+                "this model was loaded before a fork and cannot run in the child; load it in the child instead",
+                feature="fork",
+            )
+        if x.device.type != "cpu":
+            raise UnsupportedError(
+                f"experts run on the CPU and got activations on {x.device}; keep the model on the CPU",
+                feature=str(x.device),
+                available="cpu",
+            )
+        out = torch.empty(x.shape, dtype=x.dtype)
+        wide = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
+        target = out if wide is x else torch.empty(x.shape, dtype=torch.float32)
+        source, sink = _as_numpy(wide.contiguous()), _as_numpy(target)
+        routes = ids.to(torch.int32).contiguous().numpy()
+        factors = weights.to(torch.float32).contiguous().numpy()
+        with self._lock:
+            for start in range(0, len(routes), _MAX_TOKENS):
+                part = slice(start, start + _MAX_TOKENS)
+                layer.kernel.run(
+                    source[part], routes[part], factors[part], sink[part], self._scratch, len(self.workers)
+                )
+        if target is not out:
+            out.copy_(target)
+        return out
+
+    def __reduce__(self) -> str:
+        raise UnsupportedError(
+            "experts in host banks cannot be copied or pickled; call freetoken.load again where the model is needed",
+            feature="pickle",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class BoundLayer:
+    """One layer's complete bank bound to what runs it."""
+
+    executor: Executor
+    bank: Bank
+    activation: Activation
+    choice: KernelChoice
+    kernel: ExpertLayer
+
+    def run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `Executor.run`."""
+        return self.executor.run(self, x, ids, weights)
+
+    def __deepcopy__(self, memo: object) -> BoundLayer:
+        self.executor.__reduce__()
+        raise AssertionError("unreachable")
+
+
+def check_kernel(bank: Bank, activation: Activation, choice: KernelChoice) -> float:
+    """Error of one tile function on expert 0 of a bank against the reference, relative to the output's norm."""
+    x = np.random.default_rng(0).standard_normal((1, bank.layout.hidden)).astype(np.float32)
+    ids, weights = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+    out = np.empty_like(x)
+    _bind(bank, activation, choice).run(x, ids, weights, out, Scratch(), 1)
+    expected = reference.run_expert(
+        bank.get(0), x.astype(np.float64), activation.kind, activation.alpha, activation.limit
+    )
+    error = float(np.linalg.norm(out - expected))
+    norm = float(np.linalg.norm(expected))
+    return error / norm if norm else error
+
+
+def _bind(bank: Bank, activation: Activation, choice: KernelChoice) -> ExpertLayer:
+    return ExpertLayer(
+        bank.records,
+        bank.layout,
+        choice.kernel,
+        activation.kind,
+        activation.alpha,
+        activation.limit,
+        choice.round_bf16,
+    )
+
+
+def _as_numpy(tensor: torch.Tensor) -> NDArray[np.generic]:
+    """A view: bf16 as its bits."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.detach().view(torch.uint16).numpy()
+    return tensor.detach().numpy()

@@ -148,7 +148,7 @@ class Format(ABC):
         head = TILE_ROWS * self.scale_bytes
         body = out[:, :, head:].view(np.uint32).reshape(tiles, blocks, lines, TILE_ROWS)
         body[...] = lanes.transpose(0, 2, 3, 1)
-        if matrix.scales is not None:
+        if matrix.scales is not None and self.scale_dtype is not None:
             scales = _pad_rows(matrix.scales, tiles * TILE_ROWS).reshape(tiles, TILE_ROWS, blocks)
             out[:, :, :head].view(self.scale_dtype)[...] = scales.transpose(0, 2, 1)
         return out

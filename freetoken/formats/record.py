@@ -1,4 +1,4 @@
-"""The record: one expert's bytes, the same in a host bank, on the PCIe bus and in a GPU slot (design D1, docs/record.md).
+"""The record: one expert's bytes, the same in a host bank, on the PCIe bus and in a GPU slot (docs/record.md).
 
 Sections follow each other, each starting on 64 bytes:
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,18 +65,18 @@ def shard_bounds(fmt: Format, intermediate: int, parts: int) -> list[tuple[int, 
     granules, rest = divmod(intermediate, fmt.granule)
     if rest or granules < parts or parts < 1:
         raise FormatError(
-            f"{fmt.name}: a width of {intermediate} does not cut into {parts} shards of whole granules of {fmt.granule}",
+            f"{fmt.name}: a width of {intermediate} does not cut into {parts} shards of granules of {fmt.granule}",
             format=fmt.name,
         )
     small, larger = divmod(granules, parts)
     sizes = [(small + (p < larger)) * fmt.granule for p in range(parts)]
     edges = np.concatenate([[0], np.cumsum(sizes)])
-    return [(int(a), int(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [(int(a), int(b)) for a, b in pairwise(edges)]
 
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Where everything of one expert lies, for a format, widths hidden (H) and intermediate (I), with or without bias."""
+    """Where everything of one expert lies: for a format, widths hidden (H) and intermediate (I), bias or none."""
 
     format: Format
     hidden: int

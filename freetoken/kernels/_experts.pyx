@@ -7,14 +7,15 @@
     down      each thread takes output tiles of all tokens and adds up the routes of each token
 
 A value is computed by one thread, from start to end, and routes are added in the order of their expert's number:
-the bits do not depend on the number of threads or on which other tokens are in the batch. `ExpertLayer` is the Python face.
+the bits do not depend on the number of threads or on which other tokens are in the batch. `ExpertLayer` is the Python
+face.
 """
 from cython.parallel cimport parallel, threadid
 from libc.math cimport expf, fabsf, lrintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from freetoken.kernels._isa cimport FT_BF16, FT_FP32, FT_INT8, TileKernel
+from freetoken.kernels._isa cimport FT_BF16, FT_FP32, TileKernel
 
 cdef extern from "team.h" nogil:
     int ft_team_size()
@@ -90,7 +91,9 @@ cdef void prepare_int8(
         out += j.block
 
 
-cdef void prepare(const job *j, const float *x, ptrdiff_t first, ptrdiff_t n, ptrdiff_t width, uint8_t *out) noexcept nogil:
+cdef void prepare(
+    const job *j, const float *x, ptrdiff_t first, ptrdiff_t n, ptrdiff_t width, uint8_t *out
+) noexcept nogil:
     """Values [first, first + n) of a vector of `width` values, into their places; first is a multiple of the block."""
     cdef signed char *codes
     cdef float *scales
@@ -130,7 +133,9 @@ cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil
         at += n // j.block
 
 
-cdef inline void finish_tile(const matrix *m, const uint8_t *record, int which, ptrdiff_t bias_row, float *y) noexcept nogil:
+cdef inline void finish_tile(
+    const matrix *m, const uint8_t *record, int which, ptrdiff_t bias_row, float *y
+) noexcept nogil:
     """Apply a matrix's global scale (which: 0 gate or down, 1 up) and its bias to 16 sums."""
     cdef const float *value = <const float *> (record + m.globals_offset)
     cdef int mode = (<const int32_t *> value)[2]
@@ -336,7 +341,9 @@ cdef class ExpertLayer:
         else:
             m.vector_bytes = aligned(k + m.blocks * 8)
 
-    def run(self, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, Scratch scratch not None, int n_threads):
+    def run(
+        self, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, Scratch scratch not None, int n_threads,
+    ):
         """Write into `out` the weighted sum of the routed experts' outputs for each token.
 
         x, out: (B, H) C-contiguous, both float32 or both uint16 holding bf16 bits; out is overwritten.

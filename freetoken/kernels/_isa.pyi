@@ -1,6 +1,4 @@
-from typing import final
-
-from typing_extensions import disjoint_base
+from typing import NoReturn, final
 
 LEVELS: tuple[str, ...]
 ACTIVATIONS: tuple[str, ...]
@@ -9,6 +7,7 @@ def available_levels() -> tuple[str, ...]: ...
 
 @final
 class TileKernel:
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
     @property
     def level(self) -> str: ...
     @property

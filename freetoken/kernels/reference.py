@@ -11,7 +11,8 @@ from freetoken.formats.record import Expert, RecordLayout
 ERROR_BOUND = {"fp32": 2e-6, "bf16": 4e-3, "int8": 2e-2}
 """Largest error of a layer's output against this reference on the same activations, relative to the norm of the
 output. fp32: rounding of sums of a few thousand products (2**-24 times about the square root of their number).
-bf16: two roundings of activations (2**-9 each, partly cancelling). int8: two roundings to 127 steps per block of 16 or 32."""
+bf16: two roundings of activations (2**-9 each, partly cancelling). int8: two roundings to 127 steps per block of 16
+or 32."""
 
 
 def activate(
@@ -19,10 +20,13 @@ def activate(
 ) -> NDArray[np.float64]:
     """The gated activation: "silu" is silu(gate) * up; "swiglu_clamped" is gpt-oss's, with alpha and limit."""
     with np.errstate(over="ignore"):
+        out: NDArray[np.float64]
         if activation == "silu":
-            return gate / (1 + np.exp(-gate)) * up
-        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-        return gate / (1 + np.exp(-alpha * gate)) * (up + 1)
+            out = gate / (1 + np.exp(-gate)) * up
+        else:
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            out = gate / (1 + np.exp(-alpha * gate)) * (up + 1)
+    return out
 
 
 def run_expert(
@@ -48,7 +52,7 @@ def run_layer(
     limit: float = 0.0,
 ) -> NDArray[np.float64]:
     """(B, H) float64: what `ExpertLayer.run` writes, from the same bank (E, record_bytes) and arguments."""
-    values = (bf16_to_fp32(x) if x.dtype == np.uint16 else x).astype(np.float64)
+    values = (bf16_to_fp32(x.view(np.uint16)) if x.dtype == np.uint16 else x).astype(np.float64)
     out = np.zeros((len(ids), layout.hidden))
     for e in range(len(bank)):
         token, k = np.nonzero(ids == e)

@@ -1,0 +1,24 @@
+"""What tests of more than one module share: the folder of test data, and markers for what a machine may lack."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of large or recorded test data: FREETOKEN_TEST_DATA, or `shared` beside the checkout."""
+    beside = Path(__file__).resolve().parents[2] / "shared"
+    folder = Path(os.environ.get("FREETOKEN_TEST_DATA") or beside)
+    if not folder.is_dir():
+        pytest.skip(f"no test data at {folder}: set FREETOKEN_TEST_DATA to the folder that holds it")
+    return folder
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("numa") and len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
+        pytest.skip("needs a machine of two or more NUMA nodes")

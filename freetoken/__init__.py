@@ -1,0 +1,60 @@
+"""Mixture-of-experts models whose experts do not fit on the GPU, run from quantized host memory.
+
+    model, tokenizer = freetoken.load("path or hub id")     # an ordinary transformers model
+    model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=60)
+    print(freetoken.report(model))
+
+A reader's path: `load` (integration/transformers.py), then `executor.Executor.run`, then `kernels/_experts.pyx`, then
+one `kernels/tile_<format>.h`. docs/architecture.md maps every module. Importing this starts no threads, probes nothing
+and imports no transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+import torch  # noqa: F401  before our extensions: its wheel brings the OpenMP runtime that they then share
+
+from freetoken.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    FormatError,
+    FreeTokenError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from freetoken.integration.transformers import load
+    from freetoken.report import report
+
+try:
+    __version__ = importlib.metadata.version("freetoken")
+except importlib.metadata.PackageNotFoundError:  # run from a checkout that was not installed
+    __version__ = "unknown"
+
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "FormatError",
+    "FreeTokenError",
+    "UnsupportedError",
+    "__version__",
+    "load",
+    "report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`load` and `report` are imported when first used."""
+    if name == "load":
+        from freetoken.integration.transformers import load
+
+        return load
+    if name == "report":
+        from freetoken.report import report
+
+        return report
+    raise AttributeError(f"module 'freetoken' has no attribute {name!r}")

@@ -1,0 +1,69 @@
+"""The torch operator `freetoken::experts` and the experts function that transformers calls.
+
+One operator with a fake kernel works eagerly and under torch.compile(fullgraph=True). Layers are found by a number,
+because an operator takes no objects; the table holds them weakly, so a deleted model frees its banks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from freetoken.errors import FreeTokenError
+from freetoken.executor import BoundLayer
+
+IMPLEMENTATION = "freetoken"
+"""Name under which the experts function is registered with transformers."""
+
+_HANDLE = "_freetoken_handle"
+_LAYER = "_freetoken_layer"
+_layers: weakref.WeakValueDictionary[int, BoundLayer] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_table_lock = threading.Lock()
+
+
+@torch.library.custom_op("freetoken::experts", mutates_args=())
+def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int) -> torch.Tensor:
+    """(B, H): the weighted sum of routed experts of the layer with this handle; see `Executor.run`."""
+    layer = _layers.get(handle)
+    if layer is None:
+        raise FreeTokenError(f"expert layer {handle} is gone: its model was deleted or never finished loading")
+    return layer.run(x, ids, weights)
+
+
+@experts.register_fake
+def _(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def experts_forward(
+    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What transformers calls instead of an experts module's own forward. Shapes: (B, H), (B, K), (B, K)."""
+    handle = getattr(module, _HANDLE, None)
+    if handle is None:
+        raise FreeTokenError(
+            f"{type(module).__name__} has no expert bank: only models from freetoken.load may use "
+            f"experts_implementation={IMPLEMENTATION!r}"
+        )
+    result: torch.Tensor = torch.ops.freetoken.experts(hidden_states, top_k_index, top_k_weights, handle)
+    return result
+
+
+def attach_layer(module: torch.nn.Module, layer: BoundLayer) -> None:
+    """Give a module its layer. Kept outside torch's state, so that .to(), state_dict and estimates never see it."""
+    with _table_lock:
+        handle = next(_numbers)
+        _layers[handle] = layer
+    object.__setattr__(module, _LAYER, layer)
+    object.__setattr__(module, _HANDLE, handle)
+
+
+def layer_of(module: torch.nn.Module) -> BoundLayer | None:
+    """The layer a module was given, or None."""
+    layer: Any = getattr(module, _LAYER, None)
+    return layer if isinstance(layer, BoundLayer) else None

@@ -72,7 +72,7 @@ def _from_compressed_tensors(checkpoint: Checkpoint, section: Mapping[str, Any])
     formats = []
     for name, group in groups.items():
         written = group.get("format") or section.get("format") if isinstance(group, dict) else None
-        if written not in _COMPRESSED_TENSORS:
+        if not isinstance(written, str) or written not in _COMPRESSED_TENSORS:
             raise _error(
                 checkpoint,
                 "config.json",
@@ -95,7 +95,7 @@ def _from_modelopt(checkpoint: Checkpoint, section: Mapping[str, Any], ignored: 
     algorithm = section.get("quant_algo")
     if algorithm is None and source == "hf_quant_config.json":
         return Quantization("none", ("bf16",), source=source)
-    if algorithm not in _MODELOPT:
+    if not isinstance(algorithm, str) or algorithm not in _MODELOPT:
         raise _error(
             checkpoint, source, f"quant_algo {algorithm!r} is not supported; supported: {', '.join(_MODELOPT)}"
         )

@@ -132,7 +132,7 @@ def _check_entry(file: Path, name: str, entry: Any, data_start: int, size: int) 
     if not isinstance(entry, dict):
         raise bad("has no description in the header")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise bad(f"has dtype {dtype!r}, which this version does not know")
     if not _are_sizes(shape):
         raise bad(f"has shape {shape!r}; a list of sizes is expected")
@@ -185,15 +185,15 @@ def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
                 file=str(file),
                 tensor=wanted,
             )
-        tensors.update(read_header(file))
+        tensors.update({name: info for name, info in read_header(file).items() if weight_map.get(name) == shard})
     for name, shard in weight_map.items():
-        if name not in tensors or tensors[name].file.name != shard:
+        if name not in tensors:
             raise CheckpointError(
                 f"{index.name} says that {name!r} is in {shard}, but its header does not have it",
                 file=str(folder / shard),
                 tensor=name,
             )
-    return {name: info for name, info in tensors.items() if name in weight_map}
+    return tensors
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from freetoken.errors import (
 
 if TYPE_CHECKING:
     from freetoken.integration.transformers import load
-    from freetoken.report import report
+    from freetoken.model_report import report
 
 try:
     __version__ = importlib.metadata.version("freetoken")
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
         return load
     if name == "report":
-        from freetoken.report import report
+        from freetoken.model_report import report
 
         return report
     raise AttributeError(f"module 'freetoken' has no attribute {name!r}")

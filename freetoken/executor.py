@@ -97,13 +97,15 @@ def _choose(kernels: list[TileKernel], level: str, act: str, dtype: torch.dtype)
 
 
 class Executor:
-    """Runs expert layers of one model on the CPU. workers: the CPUs that get a thread each; their number counts.
+    """Runs expert layers of one model on the CPU.
 
-    Calls queue on a lock. Not usable after fork (OpenMP teams do not survive it), nor picklable.
+    workers: the CPUs that get a thread each; their number counts. dtype: the model's. why: the limits behind the
+    choice of workers, for reports. Calls queue on a lock. Not usable after fork (OpenMP teams do not survive it), nor picklable.
     """
 
-    def __init__(self, workers: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, workers: tuple[int, ...], dtype: torch.dtype, why: str = "") -> None:
         self.workers = workers
+        self.why = why
         self.dtype = dtype
         self.act = settings.CPU_ACT.read()
         self.tier = settings.CPU_ISA.read()

@@ -18,8 +18,8 @@ PACKAGE = Path(next(iter(freetoken.__path__)))
 
 # "" is freetoken/__init__.py itself.
 LAYERS: list[set[str]] = [
-    {"errors", "settings"},
-    {"cgroup", "topology"},
+    {"errors", "settings", "units"},
+    {"cgroup", "demo", "topology"},
     {"memory"},
     {"formats"},
     {"kernels"},
@@ -29,7 +29,8 @@ LAYERS: list[set[str]] = [
     {"cache", "gpu", "offload"},
     {"bandwidth", "planner"},
     {"graph"},
-    {"fidelity", "integration", "report"},
+    {"fidelity", "integration"},
+    {"info", "model_report"},
     {"", "__main__", "cli"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

@@ -37,7 +37,7 @@ class MXFP4(Format):
         for scale in (low, np.minimum(low + 1, 254)):
             step = E8M0[scale][:, :, None]
             codes = fp32_to_e2m1(blocks / step)
-            error = ((E2M1[codes] * step - blocks).astype(np.float64) ** 2).sum(axis=2)
+            error = ((E2M1[codes].astype(np.float64) * step - blocks) ** 2).sum(axis=2)
             if best_codes is None:
                 best_codes, best_scale, best_error = codes, scale, error
             else:

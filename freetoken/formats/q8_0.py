@@ -19,16 +19,19 @@ class Q8_0(Format):
     spellings = ()
 
     def quantize(self, weights: NDArray[np.float32]) -> Matrix:
-        """Scale amax/127 stored as fp16; codes from the unrounded scale, halves away from zero, as ggml does."""
+        """Scale amax/127, stored as fp16 (saturating); codes from the unrounded scale, halves away from zero, as ggml."""
         n, k = weights.shape
         self.check_width(k, "the input dimension")
         blocks = weights.reshape(n, k // 32, 32)
-        scale = np.abs(blocks).max(axis=2) / np.float32(127)
+        scale = np.minimum(np.abs(blocks).max(axis=2) / np.float32(127), np.float32(65504))
         with np.errstate(divide="ignore", over="ignore"):
-            inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale).astype(np.float32)
-            stored = scale.astype(np.float16).view(np.uint16)
+            inverse = np.float32(1) / scale
+        inverse[np.isinf(inverse)] = 0  # an all-zero block, or one whose fp16 scale is zero by far
         scaled = blocks * inverse[:, :, None]
-        codes = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
+        magnitude = np.abs(scaled)
+        whole = np.floor(magnitude)  # adding a half first would round the float just below it up
+        codes = np.copysign(np.minimum(whole + (magnitude - whole >= 0.5), 127), scaled).astype(np.int8)
+        stored = scale.astype(np.float16).view(np.uint16)
         return Matrix(self, codes.reshape(n, k).view(np.uint8), stored)
 
     def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:

@@ -59,19 +59,21 @@ class Expert:
 def shard_bounds(fmt: Format, intermediate: int, parts: int) -> list[tuple[int, int]]:
     """Cut [0, intermediate) into `parts` slices on the format's granule, as even as whole granules allow.
 
-    2880 in four parts of granule 32 is 23, 23, 22 and 22 blocks. Raises `FormatError` when there are fewer granules
-    than parts or the granule does not divide the width.
+    2880 in four parts of granule 32 is 23, 23, 22 and 22 blocks. The last slice ends at `intermediate`, which may lie
+    inside a tile (bf16, 88: 48 and 40). Raises `FormatError` when a width cannot be held or has fewer granules than parts.
     """
-    granules, rest = divmod(intermediate, fmt.granule)
-    if rest or granules < parts or parts < 1:
+    fmt.check_width(intermediate, "the expert width")
+    granules = -(-intermediate // fmt.granule)
+    if not 1 <= parts <= granules:
         raise FormatError(
-            f"{fmt.name}: a width of {intermediate} does not cut into {parts} shards of granules of {fmt.granule}",
+            f"{fmt.name}: a width of {intermediate} has {granules} granules of {fmt.granule} and cannot be cut into {parts}",
             format=fmt.name,
         )
     small, larger = divmod(granules, parts)
-    sizes = [(small + (p < larger)) * fmt.granule for p in range(parts)]
-    edges = np.concatenate([[0], np.cumsum(sizes)])
-    return [(int(a), int(b)) for a, b in pairwise(edges)]
+    edges = [0]
+    for part in range(parts):
+        edges.append(min(edges[-1] + (small + (part < larger)) * fmt.granule, intermediate))
+    return list(zip(edges[:-1], edges[1:], strict=True))
 
 
 @dataclass(frozen=True)
@@ -193,5 +195,10 @@ class RecordLayout:
                 )
         if expert.gate.divides != expert.up.divides:
             raise FormatError("gate and up globals differ in direction", format=self.format.name)
-        if self.bias != (expert.down_bias is not None):
-            raise FormatError("biases and layout do not agree", format=self.format.name)
+        for name, (rows, _) in wanted.items():
+            bias: NDArray[np.float32] | None = getattr(expert, f"{name}_bias")
+            if (None if bias is None else bias.shape) != ((rows,) if self.bias else None):
+                raise FormatError(
+                    f"{name}_bias is {None if bias is None else bias.shape}, expected {(rows,) if self.bias else None}",
+                    format=self.format.name,
+                )

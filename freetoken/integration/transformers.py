@@ -27,6 +27,7 @@ from transformers.integrations.moe import ExpertsInterface
 from freetoken import formats, topology
 from freetoken.banks import Bank
 from freetoken.checkpoint.experts import ExpertGroup, ExpertScan, scan
+from freetoken.checkpoint.inspect import require_memory
 from freetoken.checkpoint.load import fill_banks
 from freetoken.checkpoint.safetensors import open_checkpoint
 from freetoken.errors import CheckpointError, ConfigError, FreeTokenError, UnsupportedError
@@ -36,7 +37,6 @@ from freetoken.integration.activation import find_activation
 from freetoken.integration.hub import local_folder
 from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward
 from freetoken.integration.quantizer import FreetokenConfig
-from freetoken.memory import budget
 
 logger = logging.getLogger(__name__)
 
@@ -77,30 +77,19 @@ def load(
                 expected="no such argument",
             )
     fmt = None if expert_format is None else formats.get(expert_format)
-    workers = topology.read().workers(threads)
+    machine = topology.read()
+    workers = machine.workers(threads)
     folder = local_folder(path_or_hub_id, revision, token, trust_remote_code)
     found = scan(open_checkpoint(folder))
-    check_fits(found, fmt)
+    require_memory(found, fmt)
     for group in found.groups:
         group.check_scales()
     config = _read_config(folder, trust_remote_code)
     resolved = _resolve_dtype(config, dtype)
     plan = LoadPlan(found, fmt)
     model = _load_dense(folder, config, resolved, plan, trust_remote_code, show, model_kwargs)
-    _attach_experts(model, plan, Executor(workers, model.dtype), show)
+    _attach_experts(model, plan, Executor(workers, model.dtype, machine.why(threads)), show)
     return model, _load_tokenizer(folder, trust_remote_code)
-
-
-def check_fits(found: ExpertScan, fmt: Format | None) -> int:
-    """Bytes that banks and dense part need; raises `CapacityError` when they do not fit, `FormatError` on widths."""
-    banks = sum(group.layout(fmt).nbytes * group.n_experts for group in found.groups)
-    experts = found.expert_tensors
-    dense = sum(info.nbytes for name, info in found.checkpoint.tensors.items() if name not in experts)
-    for matrix in found.dense:  # unpacked to 16 bits
-        codes = matrix.parts[matrix.spelling.tensors["codes"][0]]
-        dense += codes.nbytes * 16 // matrix.format.bits
-    budget.require(banks + dense, what=f"{found.checkpoint.path.name}: expert banks and the dense part")
-    return banks + dense
 
 
 @dataclass

@@ -42,19 +42,15 @@ static void tile_nvfp4_int8_scalar(const uint8_t *w, ptrdiff_t blocks, const voi
 }
 
 #ifdef FT_X86
-FT_TARGET_AVX2 static inline __m128i ft_e4m3_as_fp16(const uint8_t *p) { /* 8 scales as fp16 bits, times 2^-8 */
-    __m128i code = _mm_cvtepu8_epi16(_mm_loadl_epi64((const void *)p));
-    __m128i sign = _mm_slli_epi16(_mm_and_si128(code, _mm_set1_epi16(0x80)), 8);
-    return _mm_or_si128(_mm_slli_epi16(_mm_and_si128(code, _mm_set1_epi16(0x7f)), 7), sign);
+/* 8 or 16 scales times 2^-8: sign extension puts the sign into bit 15 and, after the shift, also into bit 14. */
+FT_TARGET_AVX2 static inline __m256 ft_e4m3_avx2(const uint8_t *p) {
+    __m128i code = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)p)), 7);
+    return _mm256_cvtph_ps(_mm_and_si128(code, _mm_set1_epi16((short)0xbfff)));
 }
 
-FT_TARGET_AVX2 static inline __m256 ft_e4m3_avx2(const uint8_t *p) { return _mm256_cvtph_ps(ft_e4m3_as_fp16(p)); }
-
 FT_TARGET_AVX512 static inline __m512 ft_e4m3_avx512(const uint8_t *p) {
-    __m256i code = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)p));
-    __m256i sign = _mm256_slli_epi16(_mm256_and_si256(code, _mm256_set1_epi16(0x80)), 8);
-    __m256i rest = _mm256_slli_epi16(_mm256_and_si256(code, _mm256_set1_epi16(0x7f)), 7);
-    return _mm512_cvtph_ps(_mm256_or_si256(rest, sign));
+    __m256i code = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p)), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(code, _mm256_set1_epi16((short)0xbfff)));
 }
 
 FT_TARGET_AVX2 static void tile_nvfp4_fp32_avx2(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {

@@ -12,6 +12,7 @@ import psutil
 
 from freetoken import cgroup
 from freetoken.errors import CapacityError
+from freetoken.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ def require(needed_bytes: int, *, what: str, root: str | os.PathLike[str] = "/")
     is_system = budget.where in ("MemAvailable", "psutil")
     step = "Free memory on this machine" if is_system else "Raise this limit of the container or job"
     raise CapacityError(
-        f"{what} needs {_format_size(needed_bytes)} of host memory, but only "
-        f"{_format_size(budget.available_bytes)} can be had according to {budget.where}. "
+        f"{what} needs {format_bytes(needed_bytes)} of host memory, but only "
+        f"{format_bytes(budget.available_bytes)} can be had according to {budget.where}. "
         f"{step}, or choose a smaller model or weight format.",
         needed=needed_bytes,
         available=budget.available_bytes,
@@ -59,8 +60,3 @@ def _read_system(base: Path) -> Budget:
                 return Budget(kib * 1024, "MemAvailable")
     return Budget(psutil.virtual_memory().available, "psutil")
 
-
-def _format_size(n_bytes: int) -> str:
-    if n_bytes < 1 << 20:
-        return f"{n_bytes} bytes"
-    return f"{n_bytes / (1 << 30):.2f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / (1 << 20):.1f} MiB"

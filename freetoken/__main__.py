@@ -1,0 +1,7 @@
+"""`python -m freetoken` is `ft`."""
+
+import sys
+
+from freetoken.cli import main
+
+sys.exit(main())

@@ -1,0 +1,129 @@
+"""What a checkpoint is and whether it loads here, from headers alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from freetoken.checkpoint.experts import ExpertScan, scan
+from freetoken.checkpoint.safetensors import Checkpoint, open_checkpoint
+from freetoken.errors import FreeTokenError
+from freetoken.formats.base import Format
+from freetoken.memory import budget
+from freetoken.units import format_bytes
+
+TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
+"""Where families keep the number of experts per token in their config."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What the headers say. Numbers of experts are 0 when they could not be told; `why` says why it does not load."""
+
+    path: str
+    family: str
+    tensors: int
+    file_bytes: int
+    quantization: str = ""
+    layers: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    formats: tuple[str, ...] = ()
+    expert_bytes: int = 0
+    bank_bytes: int = 0
+    dense_bytes: int = 0
+    expert_bytes_per_token: int = 0
+    loads: bool = False
+    why: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {self.family}, {self.tensors} tensors, {format_bytes(self.file_bytes)}"]
+        if self.experts:
+            lines += [
+                f"experts    {self.layers} layers of {self.experts}, top {self.experts_per_token}, "
+                f"hidden {self.hidden}, width {self.intermediate}",
+                f"held as    {', '.join(self.formats)}; the config declares {self.quantization}",
+                f"banks      {format_bytes(self.bank_bytes)} ({format_bytes(self.expert_bytes)} per expert), "
+                f"dense part {format_bytes(self.dense_bytes)}",
+                f"per token  {format_bytes(self.expert_bytes_per_token)} of experts read",
+            ]
+        lines.append("loads here yes" if self.loads else f"loads here no: {self.why}")
+        return "\n".join(lines)
+
+
+def inspect(path: str | os.PathLike[str], fmt: Format | None = None) -> Inspection:
+    """Look at a local folder. fmt: the format its experts would be held in (default: as they are).
+
+    Raises `CheckpointError` when the folder or a header is damaged; anything else that stands against loading is in
+    the answer.
+    """
+    checkpoint = open_checkpoint(path)
+    known: dict[str, Any] = {
+        "path": str(path),
+        "family": str(checkpoint.text_config.get("model_type", "unknown")),
+        "tensors": len(checkpoint.tensors),
+        "file_bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
+    }
+    try:
+        found = scan(checkpoint)
+        known |= _numbers(checkpoint, found, fmt)
+        require_memory(found, fmt)
+    except FreeTokenError as error:
+        return Inspection(**known, why=str(error))
+    return Inspection(**known, loads=True)
+
+
+def _numbers(checkpoint: Checkpoint, found: ExpertScan, fmt: Format | None) -> dict[str, Any]:
+    first = found.groups[0]
+    per_token = experts_per_token(checkpoint.text_config)
+    layouts = [group.layout(fmt) for group in found.groups]
+    banks, dense = needed_bytes(found, fmt)
+    return {
+        "quantization": str(found.quantization),
+        "layers": len(found.groups),
+        "experts": first.n_experts,
+        "experts_per_token": per_token,
+        "hidden": first.hidden,
+        "intermediate": first.intermediate,
+        "formats": tuple(dict.fromkeys(_held_as(found, fmt))),
+        "expert_bytes": layouts[0].nbytes,
+        "bank_bytes": banks,
+        "dense_bytes": dense,
+        "expert_bytes_per_token": sum(per_token * layout.nbytes for layout in layouts),
+    }
+
+
+def _held_as(found: ExpertScan, fmt: Format | None) -> Iterable[str]:
+    for group in found.groups:
+        how = f"{group.format.name} ({group.spelling.name}, {'fused' if group.fused else 'one by one'})"
+        yield how if fmt is None or fmt is group.format else f"{how}, to become {fmt.name}"
+
+
+def experts_per_token(config: Mapping[str, Any]) -> int:
+    """K from a config, or 0 when no known name is in it."""
+    return next((v for name in TOP_K_NAMES if isinstance(v := config.get(name), int)), 0)
+
+
+def needed_bytes(found: ExpertScan, fmt: Format | None = None) -> tuple[int, int]:
+    """Bytes of (banks, dense part unpacked to 16 bits); raises `FormatError` when a width does not fit the format."""
+    banks = sum(group.layout(fmt).nbytes * group.n_experts for group in found.groups)
+    experts = found.expert_tensors
+    dense = sum(info.nbytes for name, info in found.checkpoint.tensors.items() if name not in experts)
+    for matrix in found.dense:
+        codes = matrix.parts[matrix.spelling.tensors["codes"][0]]
+        dense += codes.nbytes * 16 // matrix.format.bits
+    return banks, dense
+
+
+def require_memory(found: ExpertScan, fmt: Format | None = None) -> None:
+    """Raise `CapacityError`, naming the limit, when banks and dense part do not fit into what is available."""
+    name = found.checkpoint.path.resolve().name
+    budget.require(sum(needed_bytes(found, fmt)), what=f"loading {name}")

@@ -1,0 +1,85 @@
+"""How much text a model loses to a format: perplexity of held-out tokens.
+
+The measure: tokens are cut into windows of the context that do not overlap; each token of a window predicts the
+next one of the text; perplexity is exp of the mean loss in nats. It is what a model's eval.json records here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freetoken.errors import ConfigError
+
+_BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Perplexity per token over `tokens` predictions; loss is its logarithm, in nats."""
+
+    perplexity: float
+    loss: float
+    tokens: int
+
+
+def read_tokens(path: str | os.PathLike[str], tokenizer: Any) -> NDArray[np.int64]:
+    """(N,) token ids: the array `tokens` of a .npz, else the text of the file through the tokenizer."""
+    file = Path(path)
+
+    def bad(what: str) -> ConfigError:
+        return ConfigError(f"{file}: {what}", name="text", value=str(file), expected="a text file, or .npz with `tokens`")
+
+    if not file.is_file():
+        raise bad("there is no such file")
+    if file.suffix == ".npz":
+        with np.load(file) as arrays:
+            if "tokens" not in arrays:
+                raise bad(f"it holds {', '.join(arrays) or 'nothing'}; an array named tokens is expected")
+            return np.asarray(arrays["tokens"]).astype(np.int64).reshape(-1)
+    if tokenizer is None:
+        raise bad("the model has no tokenizer to read text with; give token ids in a .npz")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise bad("it is not UTF-8 text") from error
+    return np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int64)
+
+
+def perplexity(
+    model: Any, tokens: NDArray[np.int64], window: int = 512, on_tokens: Callable[[int], object] = lambda n: None
+) -> Perplexity:
+    """Teacher-forced perplexity of `tokens` (N,) in windows of `window`; a rest shorter than a window is left out.
+
+    on_tokens is called with the number of tokens just scored. Raises `ConfigError` when there is not one window.
+    """
+    windows = (len(tokens) - 1) // window
+    if windows < 1:
+        raise ConfigError(
+            f"{len(tokens)} tokens do not fill one window of {window} and its last target; give more text",
+            name="text",
+            value=len(tokens),
+            expected=f"at least {window + 1} tokens",
+        )
+    data = torch.from_numpy(tokens)
+    inputs = data[: windows * window].view(windows, window)
+    targets = data[1 : windows * window + 1].view(windows, window)
+    step, total = max(1, _BATCH_TOKENS // window), 0.0
+    with torch.inference_mode():
+        for start in range(0, windows, step):
+            part = slice(start, start + step)
+            logits = model(inputs[part]).logits.float()
+            total += torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), targets[part].flatten(), reduction="sum"
+            ).item()
+            on_tokens(targets[part].numel())
+    loss = total / (windows * window)
+    return Perplexity(math.exp(loss), loss, windows * window)

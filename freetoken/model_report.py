@@ -1,0 +1,86 @@
+"""`report(model)`: what of a loaded model lies where and what runs it, for people and as a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from freetoken.checkpoint.inspect import experts_per_token
+from freetoken.errors import FreeTokenError
+from freetoken.executor import BoundLayer
+from freetoken.integration.operator import layer_of
+from freetoken.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """Facts about a model's experts. Bytes are of records as they lie in banks."""
+
+    model: str
+    layers: int
+    experts: int
+    experts_per_token: int
+    hidden: int
+    intermediate: int
+    formats: tuple[str, ...]
+    bank_bytes: int
+    expert_bytes: int
+    expert_bytes_per_token: int
+    tiers: tuple[str, ...]
+    activations: tuple[str, ...]
+    threads: int
+    cores: tuple[int, ...]
+    cores_why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        cores = ", ".join(map(str, self.cores))
+        return "\n".join(
+            [
+                f"{self.model}: {self.layers} expert layers of {self.experts} experts, top {self.experts_per_token}, "
+                f"hidden {self.hidden}, width {self.intermediate}",
+                f"experts    {', '.join(self.formats)}: {format_bytes(self.bank_bytes)} in host banks, "
+                f"{format_bytes(self.expert_bytes)} each",
+                f"per token  {format_bytes(self.expert_bytes_per_token)} of experts read",
+                f"runs on    {', '.join(self.tiers)} with {', '.join(self.activations)} activations, "
+                f"{self.threads} threads on CPUs {cores} ({self.cores_why})",
+            ]
+        )
+
+
+def report(model: Any) -> Report:
+    """Report on a model from `freetoken.load`; raises `FreeTokenError` for any other model."""
+    layers = [layer for module in model.modules() if (layer := layer_of(module)) is not None]
+    if not layers:
+        raise FreeTokenError(f"{type(model).__name__} has no expert banks: only models from freetoken.load have")
+    per_token = experts_per_token(model.config.get_text_config().to_dict())
+    executor, layout = layers[0].executor, layers[0].bank.layout
+    return Report(
+        model=type(model).__name__,
+        layers=len(layers),
+        experts=layers[0].bank.n_experts,
+        experts_per_token=per_token,
+        hidden=layout.hidden,
+        intermediate=layout.intermediate,
+        formats=_distinct(layer.bank.layout.format.name for layer in layers),
+        bank_bytes=sum(layer.bank.nbytes for layer in layers),
+        expert_bytes=layout.nbytes,
+        expert_bytes_per_token=sum(per_token * layer.bank.layout.nbytes for layer in layers),
+        tiers=_distinct(_tier(layer) for layer in layers),
+        activations=_distinct(layer.choice.act for layer in layers),
+        threads=len(executor.workers),
+        cores=executor.workers,
+        cores_why=executor.why,
+    )
+
+
+def _tier(layer: BoundLayer) -> str:
+    return f"{layer.choice.kernel.level} {layer.bank.layout.format.name} tiles"
+
+
+def _distinct(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

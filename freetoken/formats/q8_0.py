@@ -19,7 +19,7 @@ class Q8_0(Format):
     spellings = ()
 
     def quantize(self, weights: NDArray[np.float32]) -> Matrix:
-        """Scale amax/127, stored as fp16 (saturating); codes from the unrounded scale, halves away from zero, as ggml."""
+        """Scale amax/127, stored as fp16 (saturating); codes from the unrounded scale, halves away from 0, as ggml."""
         n, k = weights.shape
         self.check_width(k, "the input dimension")
         blocks = weights.reshape(n, k // 32, 32)

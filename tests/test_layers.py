@@ -69,7 +69,10 @@ def read_python(source: str, package: str, *, lazy: bool) -> Iterator[str]:
         if lazy and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names if alias.name != PACKAGE.name or alias.asname)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == PACKAGE.name:
+            # `import freetoken` is what is then used of it
+            yield f"{PACKAGE.name}.{node.attr}"
         elif isinstance(node, ast.ImportFrom):
             module = absolute(node.module, node.level, package)
             yield from (f"{module}.{alias.name}" for alias in node.names)
@@ -164,7 +167,8 @@ BAD = [
     pytest.param("formats/_a.pxd", "  cimport freetoken.kernels._isa as i", "layer 4", id="plain cimport"),
     pytest.param("formats/_a.pyx", "from freetoken cimport (\n    kernels, # why\n)", "layer 4", id="in parentheses"),
     pytest.param("formats/a.py", "import_module(f'freetoken.kernels.{x}')", "layer 4", id="by name"),
-    pytest.param("executor.py", "from freetoken import load", "layer 12", id="the package's face"),
+    pytest.param("executor.py", "from freetoken import load", f"layer {LEVEL['']}", id="the package's face"),
+    pytest.param("info.py", "import freetoken\nfreetoken.load()", f"layer {LEVEL['']}", id="attribute of the face"),
     pytest.param("executor.py", "def f():\n    import transformers.utils", "imports transformers", id="transformers"),
     pytest.param("cache.py", "from triton import jit", "imports triton", id="triton"),
     pytest.param("__init__.py", "import freetoken.novel", None, id="a name of the face"),
@@ -198,6 +202,7 @@ def test_checker_sees_modules_that_import_each_other(tmp_path: Path) -> None:
         ("__init__.py", "def __getattr__(name):\n    from freetoken.integration import load"),
         ("kernels/_a.pyx", "from freetoken.kernels._isa cimport a, b as c\nfrom libc.math cimport expf"),
         ("gpu/gemv.py", "import triton"),
+        ("info.py", "import freetoken\nprint(freetoken.__version__)"),
         ("integration/a.py", "from transformers import PreTrainedModel"),
     ],
 )

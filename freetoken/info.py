@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import freetoken
 from freetoken import formats, settings, topology
 from freetoken.kernels._isa import available_levels
 from freetoken.memory import budget
@@ -61,7 +60,7 @@ def collect() -> Info:
     machine, memory, levels = topology.read(), budget.available(), available_levels()
     tier = settings.CPU_ISA.read()
     return Info(
-        version=freetoken.__version__,
+        version=_version("freetoken"),
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         packages={name: _version(name) for name in _PACKAGES},

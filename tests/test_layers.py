@@ -29,8 +29,7 @@ LAYERS: list[set[str]] = [
     {"cache", "gpu", "offload"},
     {"bandwidth", "planner"},
     {"graph"},
-    {"fidelity", "integration"},
-    {"info", "model_report"},
+    {"fidelity", "info", "integration", "model_report"},
     {"", "__main__", "cli"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

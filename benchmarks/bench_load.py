@@ -1,0 +1,61 @@
+"""Peak memory and time of loading a checkpoint that is made for it: experts must exist once, in their banks.
+
+Each load runs in a process of its own, whose peak resident size is read from the system.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+CHILD = """
+import json, resource, sys, time
+import torch, freetoken
+from freetoken import formats
+import freetoken.integration.transformers  # what loading imports is not part of what loading takes
+torch.ones(64, 64) @ torch.ones(64, 64)
+import psutil
+before = psutil.Process().memory_info().rss
+start = time.perf_counter()
+model, _ = freetoken.load(sys.argv[1], expert_format=sys.argv[2] if sys.argv[2] != "as it is" else None)
+seconds = time.perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+dense = sum(p.numel() * p.element_size() for p in model.parameters())
+print(json.dumps({"peak": peak - before, "banks": freetoken.report(model).bank_bytes, "dense": dense, "seconds": seconds}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE with 0.9 GiB of bf16 experts and a small dense part."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=512, hidden_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+        intermediate_size=1024, moe_intermediate_size=576, num_experts=64, num_experts_per_tok=4, decoder_sparse_step=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["as it is", "nvfp4", "q8_0"])
+def bench_peak_memory(benchmark: Any, folder: Path, name: str) -> None:
+    """Peak growth of the process while loading, against banks and dense part."""
+    found: dict[str, Any] = {}
+
+    def load() -> None:
+        out = subprocess.run([sys.executable, "-c", CHILD, folder, name], capture_output=True, text=True, check=True)
+        found.update(json.loads(out.stdout.splitlines()[-1]))
+
+    benchmark.pedantic(load, rounds=1)
+    ratio = (found["peak"] - found["dense"]) / found["banks"]
+    benchmark.extra_info.update(found, ratio=ratio)
+    print(
+        f"\n{name:<9} banks {found['banks'] / 1e6:7.1f} MB, dense {found['dense'] / 1e6:5.1f} MB, peak growth "
+        f"{found['peak'] / 1e6:7.1f} MB = {ratio:.2f} x banks + dense; {found['seconds']:.1f} s"
+    )

@@ -45,14 +45,14 @@ def fp32_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 def fp32_to_e2m1(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Nearest e2m1 codes (ties to the even code), saturating at 6; the sign of zero is kept positive."""
     magnitude = np.abs(values)
-    # Midpoints between neighbours; an exact midpoint goes to the code with an even number.
+    # The code is the number of midpoints passed; an exact midpoint goes to the code with an even number.
     code = np.zeros(values.shape, np.uint8)
-    for low, (midpoint, tie_up) in enumerate(
-        [(0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)]
-    ):
-        above = magnitude >= midpoint if tie_up else magnitude > midpoint
-        code[above] = low + 1
-    return np.where((values < 0) & (code > 0), code | 8, code).astype(np.uint8)
+    for midpoint in (0.25, 1.25, 2.5, 5.0):
+        code += magnitude > np.float32(midpoint)
+    for midpoint in (0.75, 1.75, 3.5):
+        code += magnitude >= np.float32(midpoint)
+    code |= ((values < 0) & (code > 0)).view(np.uint8) << 3
+    return code
 
 
 def fp32_to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:

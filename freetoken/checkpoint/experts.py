@@ -25,7 +25,7 @@ from freetoken.formats.base import Format, Matrix, Spelling
 from freetoken.formats.codes import bf16_to_fp32
 from freetoken.formats.record import Expert, RecordLayout
 
-_SEPARATE = re.compile(r"^((?:.*\.)?experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(\w+)$")
+_SEPARATE = re.compile(r"^((?:.*\.)?experts)\.(\d{1,9})\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(\w+)$")
 _FUSED = re.compile(r"^((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:_(\w+))?$")
 _ANY_EXPERT = re.compile(r"(?:^|\.)experts\.")
 _ROLE = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -79,12 +79,9 @@ class ExpertGroup:
         """Read every scale (not the codes) and refuse NaN, infinite and zero ones, before anything is allocated."""
         if self.format.scale_dtype is None:
             return
-        for (expert, projection), parts in self.parts.items():
+        for (expert, _), parts in self.parts.items():
             for e in [expert] if expert >= 0 else range(self.n_experts):
-                scales = self._tensor(parts, "scales", e)
-                flat = scales.reshape(-1, scales.shape[-1])
-                codes = np.empty((flat.shape[0], 0), np.uint8)
-                self._check(Matrix(self.format, codes, flat, *self._global(parts)), parts, projection)
+                _check_scales(self.format, self.spelling, parts, self._tensor(parts, "scales", e), self.checkpoint)
 
     def _read_separate(self, expert: int) -> Expert:
         matrices, biases = {}, {}
@@ -92,7 +89,7 @@ class ExpertGroup:
             parts = self.parts[expert, projection]
             codes = self._tensor(parts, "codes", expert)
             scales = self._tensor(parts, "scales", expert) if self.format.scale_dtype is not None else None
-            matrices[projection] = self._matrix(codes, scales, parts, projection)
+            matrices[projection] = self._matrix(codes, scales, parts)
             biases[projection] = self._bias(parts, expert)
         return Expert(
             matrices["gate_proj"],
@@ -114,9 +111,9 @@ class ExpertGroup:
             return None if array is None else np.ascontiguousarray(array[rows])
 
         return Expert(
-            self._matrix(codes[first], pick(scales, first), both, "gate_up_proj"),
-            self._matrix(codes[second], pick(scales, second), both, "gate_up_proj"),
-            self._matrix(down_codes, down_scales, down, "down_proj"),
+            self._matrix(codes[first], pick(scales, first), both),
+            self._matrix(codes[second], pick(scales, second), both),
+            self._matrix(down_codes, down_scales, down),
             pick(bias, first),
             pick(bias, second),
             self._bias(down, expert),
@@ -138,31 +135,15 @@ class ExpertGroup:
         info = parts[self.spelling.tensors[role][0]]
         return self.checkpoint.read(info.name, expert if self.fused else None)
 
-    def _matrix(self, codes: NDArray[Any], scales: NDArray[Any] | None, parts: Parts, projection: str) -> Matrix:
+    def _matrix(self, codes: NDArray[Any], scales: NDArray[Any] | None, parts: Parts) -> Matrix:
         info = parts[self.spelling.tensors["codes"][0]]
         if info.dtype in ("F16", "F32"):  # the bf16 format takes both, rounded
             matrix = self.format.quantize(np.ascontiguousarray(codes, np.float32))
         else:
-            matrix = Matrix(self.format, np.ascontiguousarray(codes).view(np.uint8), scales, *self._global(parts))
-        self._check(matrix, parts, projection)
+            factor = _read_global(self.spelling, parts, self.checkpoint)
+            matrix = Matrix(self.format, np.ascontiguousarray(codes).view(np.uint8), scales, *factor)
+        _check_numbers(matrix, self.spelling, parts)
         return matrix
-
-    def _global(self, parts: Parts) -> tuple[float, bool]:
-        role = self.spelling.tensors.get("global")
-        if role is None:
-            return 1.0, False
-        return float(self.checkpoint.read(parts[role[0]].name).reshape(-1)[0]), self.spelling.divides
-
-    def _check(self, matrix: Matrix, parts: Parts, projection: str) -> None:
-        bad = self.format.find_bad(matrix)
-        if bad:
-            role = "global" if "global" in bad else ("scales" if "scales" in self.spelling.tensors else "codes")
-            info = parts[self.spelling.tensors[role][0]]
-            raise CheckpointError(
-                f"{info.file}: tensor {info.name!r}: {bad}; the export is damaged, get or make it again",
-                file=str(info.file),
-                tensor=info.name,
-            )
 
     def _bias(self, parts: Parts, expert: int) -> NDArray[np.float32] | None:
         info = parts.get("bias")
@@ -181,6 +162,12 @@ class QuantizedDense:
     spelling: Spelling
     parts: Parts
 
+    def check_scales(self, checkpoint: Checkpoint) -> None:
+        """As `ExpertGroup.check_scales`."""
+        if "scales" in self.spelling.tensors:
+            scales = checkpoint.read(self.parts[self.spelling.tensors["scales"][0]].name)
+            _check_scales(self.format, self.spelling, self.parts, scales, checkpoint)
+
 
 @dataclass(frozen=True)
 class ExpertScan:
@@ -196,6 +183,13 @@ class ExpertScan:
         """Names of all tensors that belong to experts."""
         return frozenset(i.name for g in self.groups for parts in g.parts.values() for i in parts.values())
 
+    def check_scales(self) -> None:
+        """Read every scale, of experts and of the dense part, and refuse what is no number."""
+        for group in self.groups:
+            group.check_scales()
+        for matrix in self.dense:
+            matrix.check_scales(self.checkpoint)
+
 
 def scan(checkpoint: Checkpoint) -> ExpertScan:
     """Find all experts and quantized matrices from headers alone.
@@ -208,7 +202,13 @@ def scan(checkpoint: Checkpoint) -> ExpertScan:
         if _ANY_EXPERT.search(info.name) is None:
             continue
         prefix, key, suffix = _parse_name(info)
-        by_prefix.setdefault(prefix, {}).setdefault(key, {})[suffix] = info
+        same = by_prefix.setdefault(prefix, {}).setdefault(key, {}).setdefault(suffix, info)
+        if same is not info:
+            raise CheckpointError(
+                f"{info.file}: tensors {same.name!r} and {info.name!r} are both the {suffix} of one matrix",
+                file=str(info.file),
+                tensor=info.name,
+            )
     if not by_prefix:
         raise CheckpointError(
             f"{checkpoint.path} has no tensors of experts ({len(checkpoint.tensors)} tensors, "
@@ -219,6 +219,33 @@ def scan(checkpoint: Checkpoint) -> ExpertScan:
     groups = [_make_group(checkpoint, quantization, prefix, parts) for prefix, parts in by_prefix.items()]
     groups.sort(key=lambda group: (group.layer, group.prefix))
     return ExpertScan(checkpoint, quantization, tuple(groups), tuple(_find_dense(checkpoint, quantization)))
+
+
+def _read_global(spelling: Spelling, parts: Parts, checkpoint: Checkpoint) -> tuple[float, bool]:
+    """The global scale and whether it divides."""
+    role = spelling.tensors.get("global")
+    if role is None:
+        return 1.0, False
+    return float(checkpoint.read(parts[role[0]].name).reshape(-1)[0]), spelling.divides
+
+
+def _check_scales(fmt: Format, spelling: Spelling, parts: Parts, scales: NDArray[Any], checkpoint: Checkpoint) -> None:
+    """Check a matrix of which only the scales are read."""
+    flat = scales.reshape(-1, scales.shape[-1])
+    codes = np.empty((flat.shape[0], 0), np.uint8)
+    _check_numbers(Matrix(fmt, codes, flat, *_read_global(spelling, parts, checkpoint)), spelling, parts)
+
+
+def _check_numbers(matrix: Matrix, spelling: Spelling, parts: Parts) -> None:
+    bad = matrix.format.find_bad(matrix)
+    if bad:
+        role = "global" if "global" in bad else ("scales" if "scales" in spelling.tensors else "codes")
+        info = parts[spelling.tensors[role][0]]
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r}: {bad}; the export is damaged, get or make it again",
+            file=str(info.file),
+            tensor=info.name,
+        )
 
 
 def _parse_name(info: TensorInfo) -> tuple[str, tuple[int, str], str]:
@@ -246,17 +273,15 @@ def _make_group(
     projections = ("gate_up_proj", "down_proj") if fused else ("gate_proj", "up_proj", "down_proj")
     batched = [info.shape[0] for matrix in parts.values() for info in matrix.values() if len(info.shape) > 1]
     count = max(batched, default=0) if fused else len(experts)
-    missing = [(e, p) for e in (experts if fused else range(experts[-1] + 1)) for p in projections if (e, p) not in parts]
-    if missing or len(parts) != len(experts) * len(projections) or not count:
-        expert, projection = missing[0] if missing else (-1, "?")
+    all_experts = experts if fused else range(experts[-1] + 1)
+    missing = next(((e, p) for e in all_experts for p in projections if (e, p) not in parts), None)
+    mixed = fused and any(expert >= 0 for expert, _ in parts)
+    if mixed or missing or not count:
         some = next(iter(next(iter(parts.values())).values()))
-        raise CheckpointError(
-            f"{some.file}: {prefix} is incomplete: expert {expert} has no {projection}"
-            if missing and not fused
-            else f"{some.file}: {prefix} is incomplete or mixes fused and separate experts",
-            file=str(some.file),
-            tensor=f"{prefix}.{expert}.{projection}",
-        )
+        what = "mixes fused and separate experts" if mixed else "has no experts"
+        if missing and not mixed:
+            what = f"is incomplete: {'it' if fused else f'expert {missing[0]}'} has no {missing[1]}"
+        raise CheckpointError(f"{some.file}: {prefix} {what}", file=str(some.file), tensor=some.name)
     fmt, spelling = _spelling_of_group(checkpoint, quantization, prefix, parts)
     shape = _shapes_of_group(checkpoint, prefix, fmt, spelling, parts, fused)
     biases = {("bias" in p) for p in parts.values()}
@@ -341,7 +366,7 @@ def _complaints(module: str, parts: Parts, spelling: Spelling) -> list[str]:
     for suffix, (role, dtypes) in wanted.items():
         if suffix not in parts:
             found = ", ".join(f"{s} {i.dtype}" for s, i in sorted(parts.items()))
-            out.append(f"its {role} ({suffix}) are missing; found {found}")
+            out.append(f"no {role} ({suffix}); found {found}")
         elif parts[suffix].dtype not in dtypes:
             out.append(f"{parts[suffix].name!r} is {parts[suffix].dtype}, expected {' or '.join(dtypes)}")
     for suffix, info in parts.items():
@@ -422,7 +447,7 @@ def _check_shape(
     elements = k * fmt.bits // (8 * np.dtype(DTYPES[info.dtype]).itemsize) if fmt.bits < 16 else k
     width = elements if role == "codes" else k // fmt.block
     shape = info.shape
-    if len(shape) == len(lead) + 3:  # blocks: [rows, blocks, bytes]
+    if lead and role == "codes" and len(shape) == 4:  # blocks: [experts, rows, blocks, bytes]
         shape = (*shape[:-2], shape[-2] * shape[-1])
     expected = (*lead, width, n) if transposed else (*lead, n, width)
     if shape != expected:

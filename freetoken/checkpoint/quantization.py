@@ -50,7 +50,9 @@ def declared(checkpoint: Checkpoint) -> Quantization:
     if section is None:
         return Quantization("none", ("bf16",))
     if not isinstance(section, dict):
-        raise _error(checkpoint, "config.json", f"quantization_config is a {type(section).__name__}, expected an object")
+        raise _error(
+            checkpoint, "config.json", f"quantization_config is a {type(section).__name__}, expected an object"
+        )
     method = section.get("quant_method")
     if method == "mxfp4":
         return Quantization("mxfp4", ("mxfp4",), _names(section.get("modules_to_not_convert")))

@@ -93,7 +93,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     folder = Path(path)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder} {what}; expected a folder with config.json and *.safetensors", file=str(folder))
+        raise CheckpointError(
+            f"{folder} {what}; expected a folder with config.json and *.safetensors", file=str(folder)
+        )
     config = _read_json(folder / "config.json")
     sidecar_file = folder / "hf_quant_config.json"
     sidecar = _read_json(sidecar_file) if sidecar_file.exists() else None
@@ -119,7 +121,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     header = _parse_json(raw, file)
     data_start = 8 + length
     tensors = {
-        name: _check_entry(file, name, entry, data_start, size) for name, entry in header.items() if name != "__metadata__"
+        name: _check_entry(file, name, entry, data_start, size)
+        for name, entry in header.items()
+        if name != "__metadata__"
     }
     _check_overlap(file, tensors)
     return tensors
@@ -143,7 +147,9 @@ def _check_entry(file: Path, name: str, entry: Any, data_start: int, size: int) 
     if nbytes != expected:
         raise bad(f"is {dtype} {shape}, which takes {expected} bytes, but its data has {nbytes}")
     if data_start + offsets[1] > size:
-        raise bad(f"ends at byte {data_start + offsets[1]} of a file of {size}: the file is truncated; download it again")
+        raise bad(
+            f"ends at byte {data_start + offsets[1]} of a file of {size}: the file is truncated; download it again"
+        )
     return TensorInfo(name, dtype, tuple(shape), file, data_start + offsets[0], nbytes)
 
 
@@ -155,7 +161,9 @@ def _check_overlap(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
     end, last = 0, ""
     for info in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
         if info.nbytes and info.offset < end:
-            raise CheckpointError(f"{file}: tensors {last!r} and {info.name!r} overlap", file=str(file), tensor=info.name)
+            raise CheckpointError(
+                f"{file}: tensors {last!r} and {info.name!r} overlap", file=str(file), tensor=info.name
+            )
         if info.nbytes:
             end, last = info.offset + info.nbytes, info.name
 

@@ -245,7 +245,9 @@ def test_an_empty_folder_and_one_without_weights(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .* found config\.json, pytorch_model\.bin"):
+    with pytest.raises(
+        CheckpointError, match=r"neither model\.safetensors nor .* found config\.json, pytorch_model\.bin"
+    ):
         open_checkpoint(tmp_path)
 
 

@@ -1,6 +1,6 @@
 """Checkpoints written by hand: a safetensors writer that can be made to lie, and a tiny Qwen3-MoE in every dialect.
 
-A tensor here is (safetensors dtype, array of its raw bits). Nothing of the package is used.
+A tensor here is (safetensors dtype, array of its raw bits). Nothing of the package is used to write them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 Tensor = tuple[str, NDArray[Any]]
@@ -214,3 +215,13 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+
+
+def forbid_banks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, asking for memory of a bank fails the test."""
+
+    def fail(nbytes: int) -> None:
+        pytest.fail(f"{nbytes} bytes were asked for a bank")
+
+    monkeypatch.setattr("freetoken.memory.mapping.map_bytes", fail)
+    monkeypatch.setattr("freetoken.banks.map_bytes", fail)

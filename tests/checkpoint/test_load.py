@@ -1,0 +1,142 @@
+"""Banks filled by several threads, in every format; the first error stops the rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from freetoken import formats
+from freetoken.banks import Bank
+from freetoken.checkpoint.experts import ExpertGroup, scan
+from freetoken.checkpoint.load import convert, fill_banks
+from freetoken.checkpoint.safetensors import open_checkpoint
+from freetoken.errors import CheckpointError
+from freetoken.formats import Format
+from tests.support.checkpoints import (
+    DIALECTS,
+    EXPERTS,
+    LAYERS,
+    experts,
+    qwen3_config,
+    qwen3_tensors,
+    write_folder,
+    write_qwen3,
+)
+from tests.support.oracle import dequantize_folder, take_expert
+
+
+def groups_of(folder: Path) -> tuple[ExpertGroup, ...]:
+    return scan(open_checkpoint(folder)).groups
+
+
+def fill(groups: tuple[ExpertGroup, ...], threads: int, fmt: Format | None = None) -> list[Bank]:
+    banks = [Bank(group.layout(fmt), group.n_experts) for group in groups]
+    fill_banks(zip(banks, groups, strict=True), threads)
+    return banks
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_banks_hold_what_the_checkpoint_holds(tmp_path: Path, dialect: str) -> None:
+    folder = write_qwen3(tmp_path / "m", dialect)
+    groups = groups_of(folder)
+    plain = dequantize_folder(folder)
+    for bank, group in zip(fill(groups, 3), groups, strict=True):
+        assert bank.missing == []
+        assert bank.layout.format is group.format
+        for e in range(EXPERTS):
+            expert, expected = bank.get(e), take_expert(plain, group.prefix, e)
+            for name in ("gate", "up", "down"):
+                wanted = expected[name]
+                assert wanted is not None
+                np.testing.assert_array_equal(getattr(expert, name).dequantize(), wanted.float().numpy())
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 7])
+def test_any_number_of_threads_gives_the_same_bytes(tmp_path: Path, threads: int) -> None:
+    groups = groups_of(write_qwen3(tmp_path / "m", "modelopt"))
+    for one, other in zip(fill(groups, 1), fill(groups, threads), strict=True):
+        np.testing.assert_array_equal(one.records, other.records)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("fmt", formats.names())
+def test_conversion_quantizes_the_exact_values(tmp_path: Path, dialect: str, fmt: str) -> None:
+    folder, target = write_qwen3(tmp_path / "m", dialect), formats.get(fmt)
+    groups, plain = groups_of(folder), dequantize_folder(folder)
+    for bank, group in zip(fill(groups, 2, target), groups, strict=True):
+        assert bank.layout.format is target
+        for e in range(EXPERTS):
+            expert, expected = bank.get(e), take_expert(plain, group.prefix, e)
+            for name in ("gate", "up", "down"):
+                values = expected[name]
+                assert values is not None
+                wanted = values.float().numpy()
+                if target is not group.format:
+                    wanted = target.quantize(wanted).dequantize()
+                np.testing.assert_array_equal(getattr(expert, name).dequantize(), wanted)
+
+
+def test_an_expert_already_in_the_format_is_not_touched(tmp_path: Path) -> None:
+    expert = groups_of(write_qwen3(tmp_path / "m", "modelopt"))[0].read(0)
+    assert convert(expert, formats.get("nvfp4")) is expert
+
+
+def test_biases_survive_a_conversion(shared_dir: Path) -> None:
+    (group, _) = groups_of(shared_dir / "checkpoints" / "bf16-transformers-gptoss")
+    before, after = group.read(1), convert(group.read(1), formats.get("q8_0"))
+    assert after.gate.format.name == "q8_0"
+    for name in ("gate_bias", "up_bias", "down_bias"):
+        np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
+
+
+def test_every_byte_is_reported(tmp_path: Path) -> None:
+    groups = groups_of(write_qwen3(tmp_path / "m"))
+    banks = [Bank(group.layout(), group.n_experts) for group in groups]
+    seen: list[int] = []
+    names: set[str] = set()
+
+    def on_bytes(n: int) -> None:
+        seen.append(n)
+        names.add(threading.current_thread().name.rpartition("_")[0])
+
+    fill_banks(zip(banks, groups, strict=True), 2, on_bytes)
+    assert len(seen) == LAYERS * EXPERTS
+    assert sum(seen) == sum(bank.nbytes for bank in banks)
+    assert names == {"freetoken-load"}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_in_one_expert_surfaces(tmp_path: Path, threads: int) -> None:
+    tensors = qwen3_tensors()
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    bits = tensors[name][1].copy()
+    bits[0, 0] = 0x7FC0  # NaN
+    tensors[name] = ("BF16", bits)
+    groups = groups_of(write_folder(tmp_path / "m", qwen3_config(), tensors))
+    banks = [Bank(group.layout(), group.n_experts) for group in groups]
+    with pytest.raises(CheckpointError, match=f"'{name}': row 0 holds a NaN"):
+        fill_banks(zip(banks, groups, strict=True), threads)
+    assert 1 in banks[0].missing
+    assert not [t for t in threading.enumerate() if t.name.startswith("freetoken-load")]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_error_stops_the_rest(tmp_path: Path, error: type[BaseException]) -> None:
+    """Ctrl-C, and a progress bar whose terminal is gone, come this way. Later experts are slow: some must remain."""
+    group = groups_of(
+        write_folder(tmp_path / "m", qwen3_config(), experts(np.random.default_rng(0), "bf16", "experts", 64))
+    )[0]
+    bank, calls = Bank(group.layout(), 64), iter(range(64))
+
+    def on_bytes(n: int) -> None:
+        if next(calls) == 0:
+            raise error
+        time.sleep(0.02)
+
+    with pytest.raises(error):
+        fill_banks([(bank, group)], 2, on_bytes)
+    assert len(bank.missing) > 32

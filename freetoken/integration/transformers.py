@@ -1,10 +1,10 @@
 """`load`: an ordinary transformers model whose experts lie in host banks.
 
-    headers checked, memory checked        nothing allocated yet (checkpoint/, memory/budget.py)
-    transformers builds the skeleton       experts modules lose their parameters (quantizer.py)
-    transformers reads the dense part
-    banks are mapped and filled            checkpoint/load.py
-    each experts module gets its layer     executor.py, operator.py
+headers checked, memory checked        nothing allocated yet (checkpoint/, memory/budget.py)
+transformers builds the skeleton       experts modules lose their parameters (quantizer.py)
+transformers reads the dense part
+banks are mapped and filled            checkpoint/load.py
+each experts module gets its layer     executor.py, operator.py
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def load(
     folder = local_folder(path_or_hub_id, revision, token, trust_remote_code)
     found = scan(open_checkpoint(folder))
     require_memory(found, fmt)
-    for group in found.groups:
-        group.check_scales()
+    found.check_scales()
     config = _read_config(folder, trust_remote_code)
     resolved = _resolve_dtype(config, dtype)
     plan = LoadPlan(found, fmt)
@@ -283,7 +282,9 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, ImportError, TypeError) as error:
-        raise CheckpointError(f"{folder}: its tokenizer cannot be used: {_first_line(error)}", file=str(folder)) from error
+        raise CheckpointError(
+            f"{folder}: its tokenizer cannot be used: {_first_line(error)}", file=str(folder)
+        ) from error
 
 
 @contextlib.contextmanager

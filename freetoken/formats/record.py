@@ -60,20 +60,21 @@ def shard_bounds(fmt: Format, intermediate: int, parts: int) -> list[tuple[int, 
     """Cut [0, intermediate) into `parts` slices on the format's granule, as even as whole granules allow.
 
     2880 in four parts of granule 32 is 23, 23, 22 and 22 blocks. The last slice ends at `intermediate`, which may lie
-    inside a tile (bf16, 88: 48 and 40). Raises `FormatError` when a width cannot be held or has fewer granules than parts.
+    inside a tile (bf16, 88: 48 and 40). Raises `FormatError` when a width cannot be held or has fewer granules than
+    parts.
     """
     fmt.check_width(intermediate, "the expert width")
     granules = -(-intermediate // fmt.granule)
     if not 1 <= parts <= granules:
         raise FormatError(
-            f"{fmt.name}: a width of {intermediate} has {granules} granules of {fmt.granule} and cannot be cut into {parts}",
+            f"{fmt.name}: a width of {intermediate} is {granules} granules of {fmt.granule} and cannot make {parts}",
             format=fmt.name,
         )
     small, larger = divmod(granules, parts)
     edges = [0]
     for part in range(parts):
         edges.append(min(edges[-1] + (small + (part < larger)) * fmt.granule, intermediate))
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 @dataclass(frozen=True)

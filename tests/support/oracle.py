@@ -6,6 +6,7 @@ the names and the layout of stock transformers, and the stock model runs its own
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 Weights = dict[str, torch.Tensor]
 
 _HALVES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+_FUSED = re.compile(r"(?:^|\.)experts\.(?:gate_up_proj|down_proj)(?:_\w+)?$")
 _LINEARISED = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
 
 
@@ -72,7 +74,7 @@ def dequantize_folder(folder: Path) -> Weights:
     tensors = read_tensors(folder)
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
-        if "experts.gate_up_proj" in name or "experts.down_proj" in name:
+        if _FUSED.search(name):
             continue
         if suffix.startswith("weight") or suffix in ("input_scale", "input_global_scale"):
             modules.setdefault(module, {})[suffix] = tensor
@@ -89,7 +91,7 @@ def _dequantize_fused(tensors: Weights) -> Weights:
     out = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix("_blocks")
-        if not re.search(r"experts\.(gate_up_proj|down_proj)(_blocks|_bias)?$", name):
+        if not _FUSED.search(name) or "_scale" in name:
             continue
         if name.endswith("_blocks"):
             rows = blockwise(e2m1(tensor), e8m0(tensors[f"{stem}_scales"])[..., None]).flatten(-2)
@@ -181,3 +183,9 @@ def stock_model(folder: Path, weights: Weights, scratch: Path) -> Any:
     for what, keys in info.items():
         assert not keys, f"{what}: {keys}"
     return model.eval()
+
+
+def new_cache(model: Any) -> dict[str, Any]:
+    """An empty cache as the argument that this version of transformers wants."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: DynamicCache(config=model.config), "use_cache": True}

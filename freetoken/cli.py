@@ -59,7 +59,6 @@ def generate(args: argparse.Namespace) -> int:
         if not args.json:
             print(text, end="", flush=True)
 
-    show(args.prompt)
     result = generate_text(
         model,
         tokenizer,

@@ -60,13 +60,7 @@ def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto"
     serves this format, else fp32. A forced bf16 without such a tile rounds activations before an fp32 tile; formats
     without an int8 tile (bf16) take bf16 instead. Raises `UnsupportedError` for a tier this CPU lacks.
     """
-    levels = list(available_levels())
-    if tier != "auto":
-        if tier not in levels:
-            raise UnsupportedError(
-                f"this CPU has no {tier}; it has {', '.join(levels)}", feature=tier, available=", ".join(levels)
-            )
-        levels = levels[: levels.index(tier) + 1]
+    levels = _levels_up_to(tier)
     kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels.{fmt.kernels}").kernels()
     choices: list[KernelChoice] = []
     for level in reversed(levels):
@@ -74,6 +68,16 @@ def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto"
         if not choices or choice.kernel.level != choices[-1].kernel.level:
             choices.append(choice)
     return choices
+
+
+def _levels_up_to(tier: str) -> tuple[str, ...]:
+    levels = available_levels()
+    if tier == "auto":
+        return levels
+    if tier not in levels:
+        has = ", ".join(levels)
+        raise UnsupportedError(f"this CPU has no {tier}; it has {has}", feature=tier, available=has)
+    return levels[: levels.index(tier) + 1]
 
 
 def _choose(kernels: list[TileKernel], level: str, act: str, dtype: torch.dtype) -> KernelChoice:
@@ -109,6 +113,7 @@ class Executor:
         self.dtype = dtype
         self.act = settings.CPU_ACT.read()
         self.tier = settings.CPU_ISA.read()
+        _levels_up_to(self.tier)
         self._scratch = Scratch()
         self._lock = threading.Lock()
         self._pid = os.getpid()

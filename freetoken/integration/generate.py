@@ -92,7 +92,7 @@ def generate_text(
 ) -> Generation:
     """Generate at most `max_new_tokens`, fewer where the context ends; temperature 0 is greedy.
 
-    on_text is called with pieces of text as they are complete. finish_reason: "stop" at an end-of-text token,
+    on_text is called with the prompt, then with pieces of text as they are complete. finish_reason: "stop" at an end-of-text token,
     "length" otherwise.
     """
     inputs = encode_prompt(model, tokenizer, prompt)
@@ -102,6 +102,7 @@ def generate_text(
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
     if seed is not None:
         torch.manual_seed(seed)
+    on_text(prompt)
     streamer = _TimedStreamer(tokenizer, on_text)
     start = time.perf_counter()
     with torch.inference_mode():

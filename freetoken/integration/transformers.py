@@ -85,9 +85,10 @@ def load(
     found.check_scales()
     config = _read_config(folder, trust_remote_code)
     resolved = _resolve_dtype(config, dtype)
+    executor = Executor(workers, resolved, machine.why(threads))
     plan = LoadPlan(found, fmt)
     model = _load_dense(folder, config, resolved, plan, trust_remote_code, show, model_kwargs)
-    _attach_experts(model, plan, Executor(workers, model.dtype, machine.why(threads)), show)
+    _attach_experts(model, plan, executor, show)
     return model, _load_tokenizer(folder, trust_remote_code)
 
 

@@ -1,0 +1,32 @@
+"""The report of a loaded model: its numbers follow from the banks it really has."""
+
+import json
+
+import pytest
+import torch
+
+import freetoken
+from freetoken import demo
+from freetoken.integration.operator import layer_of
+
+pytest.importorskip("transformers")
+
+
+def test_report_adds_up() -> None:
+    model, _ = freetoken.load(demo.path(), threads=1)
+    facts = freetoken.report(model)
+    banks = [layer.bank for module in model.modules() if (layer := layer_of(module))]
+    assert facts.layers == len(banks) == 4
+    assert facts.bank_bytes == sum(bank.records.nbytes for bank in banks)
+    assert facts.formats == ("nvfp4",)
+    assert facts.threads == 1
+    assert facts.expert_bytes_per_token == 4 * facts.layers * facts.expert_bytes
+    text = str(facts)
+    for word in ("nvfp4", "top 4", "MiB", "1 threads"):
+        assert word in text
+    assert json.loads(json.dumps(facts.to_dict()))["experts"] == 16
+
+
+def test_report_refuses_other_models() -> None:
+    with pytest.raises(freetoken.FreeTokenError, match=r"only models from freetoken\.load"):
+        freetoken.report(torch.nn.Linear(2, 2))

@@ -154,10 +154,7 @@ class Executor:
         weights: (B, K) floating. Returns (B, H) in x's dtype.
         """
         if os.getpid() != self._pid:
-            raise UnsupportedError(
-                "this model was loaded before a fork and cannot run in the child; load it in the child instead",
-                feature="fork",
-            )
+            raise forked_error()
         if x.device.type != "cpu":
             raise UnsupportedError(
                 f"experts run on the CPU and got activations on {x.device}; keep the model on the CPU",
@@ -204,6 +201,13 @@ class BoundLayer:
     def __deepcopy__(self, memo: object) -> BoundLayer:
         self.executor.__reduce__()
         raise AssertionError("unreachable")
+
+
+def forked_error() -> UnsupportedError:
+    """Use in a child process of what was made before the fork."""
+    return UnsupportedError(
+        "this model was loaded before a fork and cannot run in the child; load it in the child instead", feature="fork"
+    )
 
 
 def check_kernel(bank: Bank, activation: Activation, choice: KernelChoice) -> float:

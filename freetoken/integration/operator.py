@@ -1,12 +1,15 @@
 """The torch operator `freetoken::experts` and the experts function that transformers calls.
 
 One operator with a fake kernel works eagerly and under torch.compile(fullgraph=True). Layers are found by a number,
-because an operator takes no objects; the table holds them weakly, so a deleted model frees its banks.
+because an operator takes no objects; the table holds them weakly, so a deleted model frees its banks. A model used in
+a forked child is refused before its first layer: torch's own OpenMP team did not survive the fork and would hang.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import threading
 import weakref
 from typing import Any
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 
 from freetoken.errors import FreeTokenError
-from freetoken.executor import BoundLayer
+from freetoken.executor import BoundLayer, forked_error
 
 IMPLEMENTATION = "freetoken"
 """Name under which the experts function is registered with transformers."""
@@ -24,6 +27,7 @@ _LAYER = "_freetoken_layer"
 _layers: weakref.WeakValueDictionary[int, BoundLayer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _table_lock = threading.Lock()
+_forks = 0
 
 
 @torch.library.custom_op("freetoken::experts", mutates_args=())
@@ -67,3 +71,21 @@ def layer_of(module: torch.nn.Module) -> BoundLayer | None:
     """The layer a module was given, or None."""
     layer: Any = getattr(module, _LAYER, None)
     return layer if isinstance(layer, BoundLayer) else None
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def _check_fork(forks: int, module: torch.nn.Module, args: object) -> None:
+    if forks != _forks:  # a plain number: os.getpid could not be traced by torch.compile
+        raise forked_error()
+
+
+def refuse_after_fork(model: torch.nn.Module) -> None:
+    """Make the model raise `UnsupportedError` when it is called in a child of this process."""
+    model.register_forward_pre_hook(functools.partial(_check_fork, _forks))

@@ -19,6 +19,7 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from freetoken.checkpoint.experts import QuantizedDense
+from freetoken.errors import UnsupportedError
 from freetoken.formats.base import Format, Matrix, Spelling
 
 METHOD = "freetoken"
@@ -75,8 +76,11 @@ class FreetokenQuantizer(HfQuantizer):  # type: ignore[misc]
         return [*weight_conversions, WeightConverter(patterns, ".weight", [UnpackDense(self, dense)])]
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Banks cannot be written by save_pretrained."""
-        return False
+        """Raises: save_pretrained would answer a False with a hint at warnings that are not there."""
+        raise UnsupportedError(
+            "a model whose experts lie in host banks cannot be saved; keep the checkpoint that it was loaded from",
+            feature="save_pretrained",
+        )
 
     @property
     def is_trainable(self) -> bool:

@@ -35,7 +35,7 @@ from freetoken.executor import Activation, Executor
 from freetoken.formats.base import Format
 from freetoken.integration.activation import find_activation
 from freetoken.integration.hub import local_folder
-from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward
+from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward, refuse_after_fork
 from freetoken.integration.quantizer import FreetokenConfig
 
 logger = logging.getLogger(__name__)
@@ -272,6 +272,7 @@ def _attach_experts(model: Any, plan: LoadPlan, executor: Executor, show: bool) 
     for (module, _, activation), (bank, _) in zip(plan.modules, pairs, strict=True):
         attach_layer(module, executor.bind(bank, activation))
     model.requires_grad_(False)
+    refuse_after_fork(model)
     logger.info("%d expert layers, %d bytes in banks", len(pairs), total)
 
 

@@ -17,6 +17,7 @@ def local_folder(
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
+    progress: bool = False,
 ) -> Path:
     """The folder itself, or the downloaded snapshot of a hub id (HF_HUB_OFFLINE is respected).
 
@@ -29,8 +30,12 @@ def local_folder(
     if not _HUB_ID.fullmatch(text) or text.startswith("."):
         raise CheckpointError(f"{text} does not exist, and it is not a hub id like owner/name", file=text)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     patterns = [*_FILES, "*.py"] if trust_remote_code else _FILES
+    quiet = not progress and not are_progress_bars_disabled()
+    if quiet:
+        disable_progress_bars()
     try:
         return Path(
             snapshot_download(text, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=["*/*"])
@@ -40,3 +45,6 @@ def local_folder(
         raise CheckpointError(
             f"{text} is neither a local folder nor available from the hub: {reason}", file=text
         ) from error
+    finally:
+        if quiet:
+            enable_progress_bars()

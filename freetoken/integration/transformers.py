@@ -14,20 +14,23 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 import transformers
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.core_model_loading import build_glob_alternation
 from transformers.integrations.moe import ExpertsInterface
 
 from freetoken import formats, topology
 from freetoken.banks import Bank
 from freetoken.checkpoint.experts import ExpertGroup, ExpertScan, scan
-from freetoken.checkpoint.inspect import require_memory
+from freetoken.checkpoint.inspect import experts_per_token, require_memory
 from freetoken.checkpoint.load import fill_banks
 from freetoken.checkpoint.safetensors import open_checkpoint
 from freetoken.errors import CheckpointError, ConfigError, FreeTokenError, UnsupportedError
@@ -42,7 +45,10 @@ logger = logging.getLogger(__name__)
 
 ExpertsInterface.register(IMPLEMENTATION, experts_forward)
 
-_OURS = ("device_map", "quantization_config", "experts_implementation", "config", "state_dict", "gguf_file")
+_OURS = (
+    "config", "device_map", "experts_implementation", "gguf_file", "ignore_mismatched_sizes", "output_loading_info",
+    "quantization_config", "state_dict",
+)  # fmt: skip
 """Arguments of from_pretrained that load sets itself or that would bypass it."""
 
 
@@ -71,7 +77,7 @@ def load(
     for name in _OURS:
         if name in model_kwargs:
             raise ConfigError(
-                f"load() takes no {name}: experts stay in host banks and the dense part on the CPU",
+                f"load() takes no {name}: it sets that itself, for experts in host banks and a dense part on the CPU",
                 name=name,
                 value=model_kwargs[name],
                 expected="no such argument",
@@ -79,17 +85,30 @@ def load(
     fmt = None if expert_format is None else formats.get(expert_format)
     machine = topology.read()
     workers = machine.workers(threads)
-    folder = local_folder(path_or_hub_id, revision, token, trust_remote_code)
+    folder = local_folder(path_or_hub_id, revision, token, trust_remote_code, show)
     found = scan(open_checkpoint(folder))
     require_memory(found, fmt)
+    check_top_k(found)
     found.check_scales()
     config = _read_config(folder, trust_remote_code)
     resolved = _resolve_dtype(config, dtype)
     executor = Executor(workers, resolved, machine.why(threads))
+    tokenizer = _load_tokenizer(folder, trust_remote_code)
     plan = LoadPlan(found, fmt)
     model = _load_dense(folder, config, resolved, plan, trust_remote_code, show, model_kwargs)
     _attach_experts(model, plan, executor, show)
-    return model, _load_tokenizer(folder, trust_remote_code)
+    return model, tokenizer
+
+
+def check_top_k(found: ExpertScan) -> None:
+    """Refuse a config that wants more experts per token than there are."""
+    wanted = experts_per_token(found.checkpoint.text_config)
+    for group in found.groups:
+        if wanted > group.n_experts:
+            file = found.checkpoint.path / "config.json"
+            raise CheckpointError(
+                f"{file} wants {wanted} experts per token, {group.prefix} has {group.n_experts}", file=str(file)
+            )
 
 
 @dataclass
@@ -99,6 +118,7 @@ class LoadPlan:
     scan: ExpertScan
     format: Format | None
     modules: tuple[tuple[torch.nn.Module, ExpertGroup, Activation], ...] = ()
+    dense: Mapping[str, tuple[torch.Size, torch.dtype]] = MappingProxyType({})
 
     def before_weights(self, model: torch.nn.Module) -> None:
         """Match modules and groups on the skeleton, then take the experts' parameters away."""
@@ -113,6 +133,38 @@ class LoadPlan:
         ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         prefixes = [re.escape(prefix) for prefix in {*experts, *(g.prefix for g in self.scan.groups)}]
         model._keys_to_ignore_on_load_unexpected = ignored | {rf"(?:^|\.)(?:{'|'.join(prefixes)})\."}  # type: ignore[assignment]
+        self.dense = _wanted_dense(model)
+
+    def check_dense(self, model: Any) -> None:
+        """What transformers read must be what config.json builds: 5.17 compares no shapes, neither compares kinds.
+
+        A floating tensor of another width is cast: 5.17 leaves what it renames in the checkpoint's dtype.
+        """
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            shape, dtype = self.dense.get(name, (tensor.shape, tensor.dtype))
+            if tensor.shape != shape or tensor.is_floating_point() != dtype.is_floating_point:
+                raise self._dense_error(name, f"{tensor.dtype} {list(tensor.shape)}", f"{dtype} {list(shape)}")
+            if tensor.dtype != dtype and dtype.is_floating_point:
+                tensor.data = tensor.data.to(dtype)
+
+    def check_report(self, report: dict[str, Any]) -> None:
+        """Nothing that transformers had to make up may stay."""
+        for name, found, built in sorted(report.get("mismatched_keys") or (), key=str):
+            raise self._dense_error(name, str(list(found)), str(list(built)))
+        missing = sorted(str(key) for key in report.get("missing_keys") or ())
+        if missing:
+            folder = self.scan.checkpoint.path
+            raise CheckpointError(
+                f"{folder}: {len(missing)} tensors of the model are missing, first {missing[0]!r}; the checkpoint is "
+                "incomplete or its config.json belongs to another model",
+                file=str(folder),
+                tensor=missing[0],
+            )
+
+    def _dense_error(self, name: str, found: str, built: str) -> CheckpointError:
+        info = self.scan.checkpoint.tensors.get(name)
+        file = str(self.scan.checkpoint.path if info is None else info.file)
+        return CheckpointError(f"{file}: tensor {name!r} is {found}, config.json builds {built}", file=file, tensor=name)
 
 
 def match_groups(
@@ -192,7 +244,7 @@ def _is_experts_module(module: torch.nn.Module) -> bool:
 def _read_config(folder: Path, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, TypeError, ImportError) as error:
+    except Exception as error:  # its validators and converters raise many unrelated classes
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers {transformers.__version__} cannot use it: {_first_line(error)}",
             file=str(folder / "config.json"),
@@ -239,32 +291,24 @@ def _load_dense(
                 experts_implementation=IMPLEMENTATION,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # else its error names no tensor; check_report raises ours
                 **model_kwargs,
             )
         except FreeTokenError:
             raise
-        except (RuntimeError, ValueError, OSError, ImportError, AttributeError) as error:
+        except Exception as error:  # a model's constructor may raise anything
             raise CheckpointError(
                 f"{folder}: transformers {transformers.__version__} cannot load the dense part: {_first_line(error)}",
                 file=str(folder),
             ) from error
-    for what in ("missing_keys", "mismatched_keys"):
-        if info.get(what):
-            first = min(str(key) for key in info[what])
-            raise CheckpointError(
-                f"{folder}: the checkpoint does not hold {len(info[what])} tensors of the model ({what}), "
-                f"first {first}; it is incomplete or its config.json belongs to another model",
-                file=str(folder),
-                tensor=first,
-            )
+    plan.check_report(info)
+    plan.check_dense(model)
     return model
 
 
 def _attach_experts(model: Any, plan: LoadPlan, executor: Executor, show: bool) -> None:
     pairs = [(Bank(g.layout(plan.format), g.n_experts), g) for _, g, _ in plan.modules]
     total = sum(bank.nbytes for bank, _ in pairs)
-    from tqdm import tqdm
-
     with tqdm(
         total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="expert banks", disable=not show, delay=1
     ) as bar:
@@ -283,7 +327,7 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, ImportError, TypeError) as error:
+    except Exception as error:  # tokenizers raises plain Exception
         raise CheckpointError(
             f"{folder}: its tokenizer cannot be used: {_first_line(error)}", file=str(folder)
         ) from error
@@ -304,5 +348,20 @@ def _transformers_bars(show: bool) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
+    """The first line that says something: one that ends in a colon is followed by the next."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError | TypeError | ArithmeticError) else text
+
+
+def _wanted_dense(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Name -> shape and dtype of the skeleton's tensors; fp32 where the model asks to be kept in it."""
+    plan = model._get_dtype_plan(model.dtype)
+    kept = build_glob_alternation(list(plan))[0] if plan else None
+
+    def dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
+        return torch.float32 if kept is not None and kept.search(name) else tensor.dtype
+
+    return {name: (tensor.shape, dtype(name, tensor)) for name, tensor in model.state_dict().items()}

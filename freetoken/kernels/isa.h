@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(FT_SCALAR_ONLY) /* FT_SCALAR_ONLY: as on other processors */
 #define FT_X86 1
 #include <immintrin.h>
 #define FT_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))

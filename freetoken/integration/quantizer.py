@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.core_model_loading import ConversionOps, WeightConverter, build_glob_alternation
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -49,21 +49,15 @@ class FreetokenQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: FreetokenConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized = True  # else the loader goes single-threaded
-        self._dtypes: dict[str, torch.dtype] = {}
 
     def _process_model_before_weight_loading(self, model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         hook = self.quantization_config.before_weights
         if hook is not None:
             hook(model)
-        self._dtypes = _wanted_dtypes(model)
         return model
 
     def _process_model_after_weight_loading(self, model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         self.quantization_config.before_weights = None
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            wanted = self._dtypes.get(name, tensor.dtype)
-            if tensor.dtype != wanted:  # transformers 5.17 leaves what it renames in the checkpoint's dtype
-                tensor.data = tensor.data.to(wanted)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
@@ -124,17 +118,6 @@ class UnpackDense(ConversionOps):  # type: ignore[misc]
     def reverse_op(self) -> ConversionOps:
         """There is none: saving is refused."""
         raise NotImplementedError("freetoken models are not saved")
-
-
-def _wanted_dtypes(model: Any) -> dict[str, torch.dtype]:
-    """Name -> dtype of floating parameters and buffers: the skeleton's, or fp32 where the model asks for that."""
-    plan = model._get_dtype_plan(model.dtype)
-    kept = build_glob_alternation(list(plan))[0] if plan else None
-    return {
-        name: torch.float32 if kept is not None and kept.search(name) else tensor.dtype
-        for name, tensor in model.state_dict().items()
-        if tensor.is_floating_point()
-    }
 
 
 def _unpack(fmt: Format, spelling: Spelling, tensors: dict[str, torch.Tensor]) -> torch.Tensor:

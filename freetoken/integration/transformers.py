@@ -14,10 +14,9 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -118,7 +117,7 @@ class LoadPlan:
     scan: ExpertScan
     format: Format | None
     modules: tuple[tuple[torch.nn.Module, ExpertGroup, Activation], ...] = ()
-    dense: Mapping[str, tuple[torch.Size, torch.dtype]] = MappingProxyType({})
+    dense: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
 
     def before_weights(self, model: torch.nn.Module) -> None:
         """Match modules and groups on the skeleton, then take the experts' parameters away."""
@@ -164,7 +163,9 @@ class LoadPlan:
     def _dense_error(self, name: str, found: str, built: str) -> CheckpointError:
         info = self.scan.checkpoint.tensors.get(name)
         file = str(self.scan.checkpoint.path if info is None else info.file)
-        return CheckpointError(f"{file}: tensor {name!r} is {found}, config.json builds {built}", file=file, tensor=name)
+        return CheckpointError(
+            f"{file}: tensor {name!r} is {found}, config.json builds {built}", file=file, tensor=name
+        )
 
 
 def match_groups(

@@ -1,9 +1,10 @@
 """Decoding with experts in quantized banks against stock transformers in bf16, token for token, interleaved.
 
-    FREETOKEN_BENCH_MODEL=folder_of_a_bf16_model make bench ARGS="-k decode -s"
+FREETOKEN_BENCH_MODEL=folder_of_a_bf16_model make bench ARGS="-k decode -s"
 """
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,11 @@ def decode(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Greedy continuation of a short prompt by a fixed number of tokens."""
     with torch.inference_mode():
         output: torch.Tensor = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
         )
     return output
 
@@ -38,14 +43,16 @@ def bench_decode(benchmark: Any, folder: str) -> None:
     transformers = pytest.importorskip("transformers")
     found = inspect(folder)
     plain = found.quantization == "none"
-    sides, ids = {}, None
-    for name in formats.names() if plain else [None]:
-        model, tokenizer = freetoken.load(folder, expert_format=name)
-        ids = tokenizer("Once upon a time there was a little girl who", return_tensors="pt")["input_ids"]
-        sides[name or found.formats[0]] = lambda model=model: decode(model, ids)
+    models = {
+        name or found.formats[0]: freetoken.load(folder, expert_format=name)
+        for name in (formats.names() if plain else [None])
+    }
+    tokenizer = next(iter(models.values()))[1]
+    ids = tokenizer("Once upon a time there was a little girl who", return_tensors="pt")["input_ids"]
+    sides = {name: partial(decode, model, ids) for name, (model, _) in models.items()}
     if plain:
         stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        sides["stock bf16"] = lambda: decode(stock, ids)
+        sides["stock bf16"] = partial(decode, stock, ids)
     result = benchmark.pedantic(lambda: compare(sides, ROUNDS), rounds=1)
     base = "stock bf16" if plain else next(iter(sides))
     print(f"\n{folder}: {NEW_TOKENS} tokens, {ROUNDS} interleaved rounds, {torch.get_num_threads()} torch threads")

@@ -51,7 +51,11 @@ def bench_layer(benchmark: Any, name: str) -> None:
         result = benchmark.pedantic(lambda: compare({"layer": run, "read": read}, 15), rounds=1)
     rate, read_rate = moved / result.median("layer") / 1e9, moved / result.median("read") / 1e9
     benchmark.extra_info.update(
-        bytes=moved, gb_per_s=rate, read_gb_per_s=read_rate, tile=str(layer.choice.kernel), threads=len(executor.workers)
+        bytes=moved,
+        gb_per_s=rate,
+        read_gb_per_s=read_rate,
+        tile=str(layer.choice.kernel),
+        threads=len(executor.workers),
     )
     print(f"\n{name:<8}{rate:6.1f} GB/s of records, NumPy reads {read_rate:6.1f} GB/s; {layer.choice.kernel}")
 

@@ -27,7 +27,8 @@ seconds = time.perf_counter() - start
 status = pathlib.Path("/proc/self/status").read_text()
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", status).group(1)) * 1024
 dense = sum(p.numel() * p.element_size() for p in model.parameters())
-print(json.dumps({"peak": peak - before, "banks": freetoken.report(model).bank_bytes, "dense": dense, "seconds": seconds}))
+banks = freetoken.report(model).bank_bytes
+print(json.dumps({"peak": peak - before, "banks": banks, "dense": dense, "seconds": seconds}))
 """
 
 
@@ -36,9 +37,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3-MoE with 0.9 GiB of bf16 experts and a small dense part."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3MoeConfig(
-        vocab_size=512, hidden_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
-        intermediate_size=1024, moe_intermediate_size=576, num_experts=64, num_experts_per_tok=4, decoder_sparse_step=1,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        intermediate_size=1024,
+        moe_intermediate_size=576,
+        num_experts=64,
+        num_experts_per_tok=4,
+        decoder_sparse_step=1,
+    )
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model")
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)

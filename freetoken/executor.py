@@ -1,7 +1,7 @@
 """Host execution: chooses tile functions, checks them once, and runs layers of experts for routed tokens.
 
-    Executor        one per model: threads, scratch memory, a lock; calls from several threads queue
-    BoundLayer      one per layer: a complete bank bound to a tile function and an activation function
+Executor        one per model: threads, scratch memory, a lock; calls from several threads queue
+BoundLayer      one per layer: a complete bank bound to a tile function and an activation function
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Executor:
     """Runs expert layers of one model on the CPU.
 
     workers: the CPUs that get a thread each; their number counts. dtype: the model's. why: the limits behind the
-    choice of workers, for reports. Calls queue on a lock. Not usable after fork (OpenMP teams do not survive it), nor picklable.
+    choice of workers, for reports. Calls queue on a lock. Not usable after fork (OpenMP teams do not survive it), nor
+    picklable.
     """
 
     def __init__(self, workers: tuple[int, ...], dtype: torch.dtype, why: str = "") -> None:

@@ -36,7 +36,9 @@ def read_tokens(path: str | os.PathLike[str], tokenizer: Any) -> NDArray[np.int6
     file = Path(path)
 
     def bad(what: str) -> ConfigError:
-        return ConfigError(f"{file}: {what}", name="text", value=str(file), expected="a text file, or .npz with `tokens`")
+        return ConfigError(
+            f"{file}: {what}", name="text", value=str(file), expected="a text file, or .npz with `tokens`"
+        )
 
     if not file.is_file():
         raise bad("there is no such file")

@@ -69,7 +69,9 @@ def test_generate_json_is_whole_and_repeatable(capsys: pytest.CaptureFixture[str
     report = first["report"]
     assert report["threads"] == 1
     assert first["expert_bytes_per_token"] == report["layers"] * report["experts_per_token"] * report["expert_bytes"]
-    assert first["expert_gb_per_s"] == pytest.approx(first["expert_bytes_per_token"] * first["decode_tokens_per_s"] / 1e9)
+    assert first["expert_gb_per_s"] == pytest.approx(
+        first["expert_bytes_per_token"] * first["decode_tokens_per_s"] / 1e9
+    )
 
 
 def test_greedy_text_does_not_depend_on_threads(capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,9 +194,7 @@ def test_system_without_masks_or_proc(tmp_path: Path, monkeypatch: pytest.Monkey
     assert topology.read(tmp_path).workers() == (0,)
 
 
-def test_system_mask_is_trusted_over_a_renumbered_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_system_mask_is_trusted_over_a_renumbered_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeSystem(tmp_path).add_cpus(paired_cores(8), online="0-3")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 12, 13})
 

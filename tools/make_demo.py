@@ -1,6 +1,6 @@
 """Writes freetoken/demo from the bf16 demo model: experts to nvfp4 in ModelOpt's spelling, everything else unchanged.
 
-    python tools/make_demo.py FOLDER_OF_THE_BF16_MODEL
+python tools/make_demo.py FOLDER_OF_THE_BF16_MODEL
 """
 
 import json

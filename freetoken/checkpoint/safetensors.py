@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,7 +82,8 @@ class Checkpoint:
             shape = shape[1:]
         data = np.empty(nbytes, np.uint8)
         _read_exactly(info, offset, data)
-        return data.view(DTYPES[info.dtype]).reshape(shape)
+        tensor: NDArray[Any] = data.view(DTYPES[info.dtype]).reshape(shape)
+        return tensor
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -153,7 +154,7 @@ def _check_entry(file: Path, name: str, entry: Any, data_start: int, size: int) 
     return TensorInfo(name, dtype, tuple(shape), file, data_start + offsets[0], nbytes)
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**63 for v in value)
 
 
@@ -224,7 +225,7 @@ def _parse_json(raw: bytes, file: Path) -> dict[str, Any]:
 
 
 def _read_exactly(info: TensorInfo, offset: int, out: NDArray[np.uint8]) -> None:
-    view = memoryview(out)
+    view = out.data
     try:
         with info.file.open("rb", buffering=0) as stream:
             stream.seek(offset)

@@ -92,14 +92,16 @@ def generate_text(
 ) -> Generation:
     """Generate at most `max_new_tokens`, fewer where the context ends; temperature 0 is greedy.
 
-    on_text is called with the prompt, then with pieces of text as they are complete. finish_reason: "stop" at an end-of-text token,
-    "length" otherwise.
+    on_text is called with the prompt, then with pieces of text as they are complete. finish_reason: "stop" at an
+    end-of-text token, "length" otherwise.
     """
     inputs = encode_prompt(model, tokenizer, prompt)
     prompt_tokens = inputs["input_ids"].shape[1]
     context = context_length(model)
     limit = max_new_tokens if context is None else min(max_new_tokens, context - prompt_tokens)
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:  # top_k 0: transformers would keep the best 50 besides
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     if seed is not None:
         torch.manual_seed(seed)
     on_text(prompt)

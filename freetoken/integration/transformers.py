@@ -128,7 +128,7 @@ class LoadPlan:
             check_shapes(name, module, matched[name])
             for parameter in list(module._parameters):
                 module.register_parameter(parameter, None)
-            module._is_hf_initialized = True  # type: ignore[assignment]
+            module._is_hf_initialized = True
         ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         prefixes = [re.escape(prefix) for prefix in {*experts, *(g.prefix for g in self.scan.groups)}]
         model._keys_to_ignore_on_load_unexpected = ignored | {rf"(?:^|\.)(?:{'|'.join(prefixes)})\."}  # type: ignore[assignment]

@@ -59,4 +59,3 @@ def _read_system(base: Path) -> Budget:
             if kib is not None and kib >= 0:
                 return Budget(kib * 1024, "MemAvailable")
     return Budget(psutil.virtual_memory().available, "psutil")
-

@@ -97,12 +97,8 @@ def test_exact_fit_and_one_byte_more(tmp_path: Path) -> None:
         require(1025, what="loading", root=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "meminfo", [None, "", "MemFree: 5 kB", "MemAvailable:", "MemAvailable: -5 kB", "\x00"]
-)
-def test_psutil_where_meminfo_is_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meminfo: str | None
-) -> None:
+@pytest.mark.parametrize("meminfo", [None, "", "MemFree: 5 kB", "MemAvailable:", "MemAvailable: -5 kB", "\x00"])
+def test_psutil_where_meminfo_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meminfo: str | None) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 * GIB))
     if meminfo is not None:
         FakeSystem(tmp_path).write("/proc/meminfo", meminfo)

@@ -1,0 +1,329 @@
+"""Which tile runs, that it is checked before it is trusted, and calls: long ones, concurrent ones, after a fork."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from freetoken import executor, formats
+from freetoken.banks import Bank
+from freetoken.errors import ConfigError, FreeTokenError, UnsupportedError
+from freetoken.executor import Activation, BoundLayer, Executor, KernelChoice, check_kernel, kernel_choices
+from freetoken.formats import Format
+from freetoken.formats.record import RecordLayout
+from freetoken.kernels import reference
+from freetoken.kernels._isa import LEVELS, available_levels
+from tests.support.experts import check_close, make_expert, make_routes
+
+HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 96, 5, 2
+GPT_OSS = Activation("swiglu_clamped", 1.702, 7.0)
+ALL_FORMATS = [formats.get(name) for name in formats.names()]
+EVERY_FORMAT = pytest.mark.parametrize("fmt", ALL_FORMATS, ids=lambda fmt: fmt.name)
+
+
+def make_bank(fmt: Format, bias: bool = False, count: int = EXPERTS) -> Bank:
+    bank = Bank(RecordLayout(fmt, HIDDEN, WIDTH, bias), count)
+    for e in range(count):
+        bank.put(e, make_expert(fmt, HIDDEN, WIDTH, bias=bias, seed=e))
+    return bank
+
+
+def make_input(n_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids, weights = make_routes(n_tokens, TOP_K, EXPERTS, seed=seed)
+    x = np.random.default_rng([seed, 1]).standard_normal((n_tokens, HIDDEN)).astype(np.float32)
+    return torch.from_numpy(x), torch.from_numpy(ids).long(), torch.from_numpy(weights)
+
+
+def expected_of(
+    bank: Bank,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    how: Activation = Activation(),  # noqa: B008
+) -> np.ndarray:
+    records = (bank.records, bank.layout, x.float().numpy(), ids.numpy().astype(np.int32), weights.numpy())
+    return reference.run_layer(*records, how.kind, how.alpha, how.limit)
+
+
+def bind(fmt: Format, dtype: torch.dtype = torch.float32, threads: int = 2) -> BoundLayer:
+    return Executor(tuple(range(threads)), dtype).bind(make_bank(fmt), Activation())
+
+
+# --- which tile --------------------------------------------------------------------------------------------------
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("act", ["auto", "fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_choices_go_down_from_the_best_tier_to_scalar(fmt: Format, act: str, dtype: torch.dtype) -> None:
+    choices = kernel_choices(fmt, act, dtype)
+    levels = [LEVELS.index(choice.kernel.level) for choice in choices]
+    assert levels == sorted(set(levels), reverse=True)
+    assert choices[-1].kernel.level == "scalar"
+    assert all(choice.kernel.level in available_levels() for choice in choices)
+    acts = {choice.act for choice in choices}
+    if act == "auto":
+        assert acts <= ({"bf16", "fp32"} if dtype == torch.bfloat16 else {"fp32"})
+    elif act == "int8" and fmt.name == "bf16":
+        assert acts == {"bf16"}
+    else:
+        assert acts == {act}
+    for choice in choices:
+        assert choice.round_bf16 is (choice.act == "bf16" and choice.kernel.act == "fp32")
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("tier", LEVELS)
+def test_a_forced_tier_is_never_exceeded(fmt: Format, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREETOKEN_CPU_ISA", tier)
+    if tier not in available_levels():
+        with pytest.raises(UnsupportedError, match=rf"this CPU has no {tier}; it has scalar"):
+            Executor((0,), torch.float32).bind(make_bank(fmt), Activation())
+        return
+    layer = bind(fmt)
+    assert LEVELS.index(layer.choice.kernel.level) <= LEVELS.index(tier)
+    if tier == "scalar":
+        assert layer.choice.kernel.level == "scalar"
+    x, ids, weights = make_input(3)
+    check_close(layer.run(x, ids, weights).numpy(), expected_of(layer.bank, x, ids, weights), 4e-6)
+
+
+def test_a_tier_that_this_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "available_levels", lambda: ("scalar", "avx2"))
+    monkeypatch.setenv("FREETOKEN_CPU_ISA", "avx512")
+    with pytest.raises(UnsupportedError, match="this CPU has no avx512; it has scalar, avx2") as caught:
+        Executor((0,), torch.float32)
+    assert caught.value.available == "scalar, avx2"  # type: ignore[attr-defined]
+    monkeypatch.setenv("FREETOKEN_CPU_ISA", "auto")
+    choices = kernel_choices(formats.get("nvfp4"), "auto", torch.bfloat16)
+    assert {choice.kernel.level for choice in choices} <= {"scalar", "avx2"}
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("act", ["fp32", "bf16", "int8"])
+def test_a_forced_activation_precision(fmt: Format, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREETOKEN_CPU_ACT", act)
+    layer = bind(fmt)
+    in_force = "bf16" if act == "int8" and fmt.name == "bf16" else act
+    assert layer.choice.act == in_force
+    x, ids, weights = make_input(7)
+    out, expected = layer.run(x, ids, weights).numpy(), expected_of(layer.bank, x, ids, weights)
+    check_close(out, expected, reference.ERROR_BOUND[in_force])
+    if in_force != "fp32":  # it is the lower precision that ran
+        assert np.linalg.norm(out - expected) > 10 * reference.ERROR_BOUND["fp32"] * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", ["FREETOKEN_CPU_ISA", "FREETOKEN_CPU_ACT"])
+def test_a_setting_of_no_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "fast")
+    with pytest.raises(ConfigError, match=rf"{name}='fast' is not one of auto, ") as caught:
+        Executor((0,), torch.float32)
+    assert caught.value.name == name  # type: ignore[attr-defined]
+
+
+# --- checked before it is trusted --------------------------------------------------------------------------------
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("how", [Activation(), GPT_OSS], ids=["silu", "swiglu"])
+def test_every_choice_passes_the_check_of_a_good_bank(fmt: Format, bias: bool, how: Activation) -> None:
+    bank = make_bank(fmt, bias)
+    for act in ("fp32", "bf16", "int8"):
+        for choice in kernel_choices(fmt, act, torch.float32):
+            assert check_kernel(bank, how, choice) < reference.ERROR_BOUND[choice.act]
+
+
+def test_an_incomplete_bank_is_refused() -> None:
+    bank = Bank(RecordLayout(formats.get("nvfp4"), HIDDEN, WIDTH), 3)
+    bank.put(1, make_expert(bank.layout.format, HIDDEN, WIDTH))
+    with pytest.raises(FreeTokenError, match=r"incomplete: experts \[0, 2\] were never loaded"):
+        Executor((0,), torch.float32).bind(bank, Activation())
+
+
+def break_tiles(monkeypatch: pytest.MonkeyPatch, wrong: set[str]) -> list[str]:
+    """Tiles of these levels read another expert's record: real runs with wrong numbers. Returns the levels tried."""
+    tried: list[str] = []
+    real = executor._bind
+
+    def bind_wrong(bank: Bank, activation: Activation, choice: KernelChoice) -> object:
+        tried.append(choice.kernel.level)
+        if choice.kernel.level in wrong:
+            other = Bank(bank.layout, bank.n_experts)
+            for e in range(bank.n_experts):
+                other.put(e, bank.get((e + 1) % bank.n_experts))
+            bank = other
+        return real(bank, activation, choice)
+
+    monkeypatch.setattr(executor, "_bind", bind_wrong)
+    return tried
+
+
+def test_a_wrong_tile_falls_back_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fmt = formats.get("mxfp4")
+    levels = [choice.kernel.level for choice in kernel_choices(fmt, "auto", torch.float32)]
+    if len(levels) < 2:
+        pytest.skip("this CPU has the scalar tier only")
+    tried = break_tiles(monkeypatch, {levels[0]})
+    with caplog.at_level(logging.INFO, "freetoken.executor"):
+        layer = bind(fmt)
+    assert layer.choice.kernel.level == levels[1]
+    assert tried == [levels[0], levels[1], levels[1]]
+    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "mxfp4" in warning.getMessage()
+    assert "falling back to the next tier" in warning.getMessage()
+    x, ids, weights = make_input(3)
+    check_close(layer.run(x, ids, weights).numpy(), expected_of(layer.bank, x, ids, weights), 4e-6)
+
+
+def test_no_tile_that_agrees_is_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    break_tiles(monkeypatch, set(LEVELS))
+    with pytest.raises(UnsupportedError, match=r"no CPU tile for q8_0 agrees .* `ft info`") as caught:
+        bind(formats.get("q8_0"))
+    assert "\n" not in str(caught.value)
+    assert len(caplog.records) == len(kernel_choices(formats.get("q8_0"), "auto", torch.float32))
+
+
+@pytest.mark.parametrize("error", [float("nan"), float("inf"), 1.0])
+def test_an_error_that_is_no_number_counts_as_wrong(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
+    monkeypatch.setattr(executor, "check_kernel", lambda *args: error)
+    with pytest.raises(UnsupportedError, match="agrees with the reference"):
+        bind(formats.get("bf16"))
+
+
+def test_each_format_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    real = check_kernel
+
+    def count(bank: Bank, activation: Activation, choice: KernelChoice) -> float:
+        checked.append(f"{bank.layout.format.name} {bank.layout.bias}")
+        return real(bank, activation, choice)
+
+    monkeypatch.setattr(executor, "check_kernel", count)
+    runs = Executor((0,), torch.float32)
+    for fmt in ALL_FORMATS:
+        for bias in (False, True, False, True):
+            runs.bind(make_bank(fmt, bias), Activation())
+    assert sorted(checked) == sorted(f"{fmt.name} {bias}" for fmt in ALL_FORMATS for bias in (False, True))
+
+
+# --- calls ---------------------------------------------------------------------------------------------------------
+
+
+@EVERY_FORMAT
+def test_many_tokens_are_as_right_as_one(fmt: Format) -> None:
+    layer = bind(fmt)
+    x, ids, weights = make_input(1300)
+    out = layer.run(x, ids, weights)
+    check_close(out.numpy(), expected_of(layer.bank, x, ids, weights), 4e-6)
+    for n in (0, 511, 512, 513, 1023, 1024, 1299):
+        one = layer.run(x[n : n + 1], ids[n : n + 1], weights[n : n + 1])
+        torch.testing.assert_close(out[n : n + 1], one, rtol=1e-5, atol=1e-5)
+
+
+@EVERY_FORMAT
+def test_the_number_of_threads_changes_no_bit(fmt: Format) -> None:
+    for n_tokens in (1, 2, 40):
+        x, ids, weights = make_input(n_tokens)
+        outs = [bind(fmt, threads=n).run(x, ids, weights) for n in (1, 2, 3)]
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_each_dtype_comes_back_as_it_went_in(dtype: torch.dtype) -> None:
+    layer = bind(formats.get("nvfp4"), dtype)
+    x, ids, weights = make_input(5)
+    x = x.to(dtype)
+    out = layer.run(x, ids, weights)
+    assert out.dtype == dtype
+    assert out.shape == x.shape
+    bound = {torch.float16: 1e-3, torch.bfloat16: 1e-2}.get(dtype, 4e-6)
+    check_close(out.double().numpy(), expected_of(layer.bank, x, ids, weights), bound)
+
+
+def test_views_and_other_integers_are_taken() -> None:
+    layer = bind(formats.get("q8_0"))
+    x, ids, weights = make_input(6)
+    expected = layer.run(x, ids, weights)
+    strided = torch.stack([x, -x], -1)[..., 0]
+    assert not strided.is_contiguous()
+    assert torch.equal(layer.run(strided, ids.int(), weights.double()), expected)
+    assert torch.equal(layer.run(x, ids.T.contiguous().T, weights.T.contiguous().T), expected)
+    assert torch.equal(layer.run(x[2:4], ids[2:4], weights[2:4]), expected[2:4])
+    grad = weights.clone().requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(layer.run(x, ids, grad * 1), expected)
+
+
+def test_no_tokens_give_no_rows() -> None:
+    x, ids, weights = make_input(4)
+    assert bind(formats.get("bf16")).run(x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("width", [HIDDEN - 2, HIDDEN * 2])
+def test_another_width_is_refused(width: int) -> None:
+    _, ids, weights = make_input(3)
+    with pytest.raises(ValueError, match=str(width)):
+        bind(formats.get("bf16")).run(torch.zeros(3, width), ids, weights)
+
+
+def test_routes_that_do_not_fit_are_refused() -> None:
+    layer = bind(formats.get("bf16"))
+    x, ids, weights = make_input(3)
+    for bad_ids, bad_weights in (
+        (ids[:2], weights),
+        (ids, weights[:, :1]),
+        (ids[:, :1], weights),
+        (ids[0], weights[0]),
+    ):
+        with pytest.raises(ValueError, match=r"\w"):
+            layer.run(x, bad_ids, bad_weights)
+
+
+def test_calls_from_several_threads_queue_and_are_right() -> None:
+    """One executor, two layers, scratch memory shared between them."""
+    runs = Executor((0, 1), torch.float32)
+    layers = [runs.bind(make_bank(fmt), Activation()) for fmt in (formats.get("nvfp4"), formats.get("bf16"))]
+    inputs = [make_input(1 + 37 * (n % 4), seed=n) for n in range(24)]
+    expected = [layers[n % 2].run(*args) for n, args in enumerate(inputs)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            found = list(pool.map(lambda n: layers[n % 2].run(*inputs[n]), range(24)))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_call_that_fails_leaves_the_lock_free() -> None:
+    layer = bind(formats.get("bf16"))
+    with pytest.raises(ValueError, match=r"\w"):
+        layer.run(torch.zeros(3, 2), torch.zeros(3, 1).long(), torch.ones(3, 1))
+    x, ids, weights = make_input(2)
+    assert layer.run(x, ids, weights).shape == (2, HIDDEN)
+
+
+# --- what cannot be done -------------------------------------------------------------------------------------------
+
+
+def test_copying_and_pickling_say_why_not() -> None:
+    layer = bind(formats.get("nvfp4"))
+    for action in (copy.deepcopy, pickle.dumps):
+        for what in (layer, layer.executor, {"in a": [layer]}):
+            with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled; call freetoken\.load") as caught:
+                action(what)
+            assert "\n" not in str(caught.value)
+
+
+def test_another_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a real fork does is tested in tests/integration/test_transformers.py."""
+    layer = bind(formats.get("nvfp4"))
+    monkeypatch.setattr("freetoken.executor.os.getpid", lambda: -1)
+    with pytest.raises(UnsupportedError, match="loaded before a fork"):
+        layer.run(*make_input(1))

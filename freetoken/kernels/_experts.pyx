@@ -11,7 +11,7 @@ the bits do not depend on the number of threads or on which other tokens are in 
 face.
 """
 from cython.parallel cimport parallel, threadid
-from libc.math cimport expf, fabsf, lrintf
+from libc.math cimport expf, lrintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
@@ -66,17 +66,21 @@ cdef void prepare_bf16(const job *j, const float *x, ptrdiff_t n, uint16_t *out)
 cdef void prepare_int8(
     const job *j, const float *x, ptrdiff_t n, signed char *out, float *scales, int32_t *sums
 ) noexcept nogil:
-    # Per block amax / 127, codes to nearest even; an all-zero block has scale 0.
+    # Per block amax / 127, codes to nearest even; an all-zero block has scale 0. Magnitudes are compared as integers,
+    # where a NaN is the largest: it becomes the scale and reaches the output.
     cdef ptrdiff_t b, k, i
     cdef float top, inverse
     cdef int code
+    cdef int32_t bits, top_bits
     cdef int32_t total
     cdef const uint8_t *order = j.kernel.order
     for b in range(n // j.block):
-        top = 0
+        top_bits = 0
         for k in range(j.block):
-            top = max(top, fabsf(x[k]))
-        inverse = 127.0 / top if top > 1e-30 else 0.0
+            memcpy(&bits, &x[k], sizeof(float))
+            top_bits = max(top_bits, bits & 0x7fffffff)
+        memcpy(&top, &top_bits, sizeof(float))
+        inverse = 0.0 if top <= 1e-30 else 127.0 / top
         total = 0
         k = 0
         while k < j.block:
@@ -85,7 +89,7 @@ cdef void prepare_int8(
                 total += code
                 out[k + (i if order == NULL else order[i])] = <signed char> code
             k += j.line
-        scales[b] = top / 127.0 if top > 1e-30 else 0.0
+        scales[b] = 0.0 if top <= 1e-30 else top / 127.0
         sums[b] = total
         x += j.block
         out += j.block

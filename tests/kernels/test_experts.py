@@ -153,6 +153,32 @@ def test_round_bf16_rounds_what_an_fp32_tile_sees(fmt: Format, kernel: TileKerne
     check_matches_reference(case, out, "bf16" if kernel.act == "fp32" else kernel.act)
 
 
+@KERNELS
+def test_clamps(fmt: Format, kernel: TileKernel) -> None:
+    """Inputs so large that gate and up pass the limit on every side that has one."""
+    case = make_case(fmt, small(fmt), True, GPT_OSS, 5)
+    x, routes = 20 * case.x, case.routes
+    expert = case.layout.unpack(case.bank[routes[0][0, 0]])
+    for matrix, sides in ((expert.gate, (1,)), (expert.up, (-1, 1))):
+        assert all((side * (x[:1] @ matrix.dequantize().T) > 1.5 * GPT_OSS.limit).any() for side in sides)
+    out = run(kernel, case.layout, case.bank, x, *routes, GPT_OSS)
+    wanted, slack = run_layer_rounded(kernel.act, case.bank, case.layout, x, *routes, GPT_OSS)
+    check_close(out, wanted, reference.ERROR_BOUND["fp32"], slack)
+
+
+@KERNELS
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
+def test_what_is_no_number_is_not_hidden(fmt: Format, kernel: TileKernel, value: float) -> None:
+    """A token with a NaN or an infinity gives no numbers; the others do not notice."""
+    case = make_case(fmt, small(fmt), False, SILU, 5)
+    x = case.x.copy()
+    x[2, fmt.block + 1] = value
+    out = run(kernel, case.layout, case.bank, x, *case.routes)
+    assert not np.isfinite(out[2]).any()
+    others = [0, 1, 3, 4]
+    np.testing.assert_array_equal(out[others], run(kernel, case.layout, case.bank, case.x, *case.routes)[others])
+
+
 @pytest.mark.parametrize("divides", [False, True])
 @for_kernels(lambda fmt: fmt.name == "nvfp4")
 def test_globals(fmt: Format, kernel: TileKernel, divides: bool) -> None:

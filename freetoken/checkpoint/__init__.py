@@ -2,9 +2,10 @@
 
     safetensors.py   files, headers, tensors: nothing is trusted before it is checked
     quantization.py  what the config says about quantization, in the dialects that exist
-    experts.py       which tensors make an expert, in which format and spelling; reading one
+    scan.py          which tensors make an expert, in which format and spelling (shapes.py: and how wide)
+    experts.py       what was found, and reading one expert
     load.py          experts into banks, in parallel
     inspect.py       the answer to "what is this, and does it load here?"
 
-To add a spelling of a known format, add it to that format's file; to add a naming of experts, see experts.py.
+To add a spelling of a known format, add it to that format's file; to add a naming of experts, see scan.py.
 """

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from freetoken.checkpoint.experts import ExpertScan, scan
+from freetoken.checkpoint.experts import ExpertScan
 from freetoken.checkpoint.safetensors import Checkpoint, open_checkpoint
+from freetoken.checkpoint.scan import scan
 from freetoken.errors import FreeTokenError
 from freetoken.formats.base import Format
 from freetoken.memory import budget

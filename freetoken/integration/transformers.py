@@ -28,10 +28,11 @@ from transformers.integrations.moe import ExpertsInterface
 
 from freetoken import formats, topology
 from freetoken.banks import Bank
-from freetoken.checkpoint.experts import ExpertGroup, ExpertScan, scan
+from freetoken.checkpoint.experts import ExpertGroup, ExpertScan
 from freetoken.checkpoint.inspect import experts_per_token, require_memory
 from freetoken.checkpoint.load import fill_banks
 from freetoken.checkpoint.safetensors import open_checkpoint
+from freetoken.checkpoint.scan import scan
 from freetoken.errors import CheckpointError, ConfigError, FreeTokenError, UnsupportedError
 from freetoken.executor import Activation, Executor
 from freetoken.formats.base import Format

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from freetoken.banks import Bank
-from freetoken.checkpoint.experts import ExpertGroup, ExpertScan, scan
+from freetoken.checkpoint.experts import ExpertGroup, ExpertScan
 from freetoken.checkpoint.load import fill_banks
 from freetoken.checkpoint.safetensors import open_checkpoint
+from freetoken.checkpoint.scan import scan
 from freetoken.errors import CheckpointError
 from freetoken.executor import Activation, Executor
 from tests.support.checkpoints import (

@@ -11,9 +11,10 @@ import pytest
 
 from freetoken import formats
 from freetoken.banks import Bank
-from freetoken.checkpoint.experts import ExpertGroup, scan
+from freetoken.checkpoint.experts import ExpertGroup
 from freetoken.checkpoint.load import convert, fill_banks
 from freetoken.checkpoint.safetensors import open_checkpoint
+from freetoken.checkpoint.scan import scan
 from freetoken.errors import CheckpointError
 from freetoken.formats import Format
 from tests.support.checkpoints import (

@@ -1,0 +1,209 @@
+"""Finds experts and quantized matrices by the names, dtypes and shapes in headers, reading no tensor.
+
+Two namings of experts exist. Separate: `<prefix>.experts.<e>.<projection>.<suffix>`, with gate_proj/up_proj/down_proj
+or Mixtral's w1/w3/w2. Fused: `<prefix>.experts.gate_up_proj[_<suffix>]` and `down_proj[_<suffix>]`, all experts in one
+tensor. The set of suffixes and their dtypes is the spelling, listed by each format, and it must be what the config
+declares. A tensor below `experts` that nothing claims is an error, so that no expert is ever partly loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from freetoken import formats
+from freetoken.checkpoint.experts import ExpertGroup, ExpertScan, Parts, QuantizedDense
+from freetoken.checkpoint.quantization import Quantization, declared
+from freetoken.checkpoint.safetensors import Checkpoint, TensorInfo
+from freetoken.checkpoint.shapes import check_matrix, shape_of_experts, two_dimensions
+from freetoken.errors import CheckpointError
+from freetoken.formats.base import Format, Spelling
+
+_SEPARATE = re.compile(r"^((?:.*\.)?experts)\.(\d{1,9})\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(\w+)$")
+_FUSED = re.compile(r"^((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:_(\w+))?$")
+_ANY_EXPERT = re.compile(r"(?:^|\.)experts\.")
+_ROLE = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_INTERLEAVED_FAMILIES = ("gpt_oss",)
+"""Families whose fused gate and up rows alternate; others put all gate rows first."""
+
+
+def scan(checkpoint: Checkpoint) -> ExpertScan:
+    """Find all experts and quantized matrices from headers alone.
+
+    Raises `CheckpointError` naming file and tensor for anything incomplete, unknown, or contradicting the config.
+    """
+    quantization = declared(checkpoint)
+    by_prefix: dict[str, dict[tuple[int, str], dict[str, TensorInfo]]] = {}
+    for info in checkpoint.tensors.values():
+        if _ANY_EXPERT.search(info.name) is None:
+            continue
+        prefix, key, suffix = _parse_name(info)
+        same = by_prefix.setdefault(prefix, {}).setdefault(key, {}).setdefault(suffix, info)
+        if same is not info:
+            raise CheckpointError(
+                f"{info.file}: tensors {same.name!r} and {info.name!r} are both the {suffix} of one matrix",
+                file=str(info.file),
+                tensor=info.name,
+            )
+    if not by_prefix:
+        raise CheckpointError(
+            f"{checkpoint.path} has no tensors of experts ({len(checkpoint.tensors)} tensors, "
+            f"model_type {checkpoint.config.get('model_type')!r}): not a mixture-of-experts model; "
+            "load it with transformers alone",
+            file=str(checkpoint.path),
+        )
+    groups = [_make_group(checkpoint, quantization, prefix, parts) for prefix, parts in by_prefix.items()]
+    groups.sort(key=lambda group: (group.layer, group.prefix))
+    return ExpertScan(checkpoint, quantization, tuple(groups), tuple(_find_dense(checkpoint, quantization)))
+
+
+def _parse_name(info: TensorInfo) -> tuple[str, tuple[int, str], str]:
+    found = _SEPARATE.match(info.name)
+    if found:
+        prefix, expert, projection, suffix = found.groups()
+        return prefix, (int(expert), _ROLE.get(projection, projection)), suffix
+    found = _FUSED.match(info.name)
+    if found:
+        prefix, projection, suffix = found.groups()
+        return prefix, (-1, projection), suffix or "weight"
+    raise CheckpointError(
+        f"{info.file}: nothing claims the expert tensor {info.name!r} ({info.dtype} {list(info.shape)}); "
+        "this naming of experts is not supported",
+        file=str(info.file),
+        tensor=info.name,
+    )
+
+
+def _make_group(
+    checkpoint: Checkpoint, quantization: Quantization, prefix: str, parts: dict[tuple[int, str], dict[str, TensorInfo]]
+) -> ExpertGroup:
+    fused = any(expert < 0 for expert, _ in parts)
+    experts = [-1] if fused else sorted({expert for expert, _ in parts})
+    projections = ("gate_up_proj", "down_proj") if fused else ("gate_proj", "up_proj", "down_proj")
+    batched = [info.shape[0] for matrix in parts.values() for info in matrix.values() if len(info.shape) > 1]
+    count = max(batched, default=0) if fused else len(experts)
+    all_experts = experts if fused else range(experts[-1] + 1)
+    missing = next(((e, p) for e in all_experts for p in projections if (e, p) not in parts), None)
+    mixed = fused and any(expert >= 0 for expert, _ in parts)
+    if mixed or missing or not count:
+        some = next(iter(next(iter(parts.values())).values()))
+        what = "mixes fused and separate experts" if mixed else "has no experts"
+        if missing and not mixed:
+            what = f"is incomplete: {'it' if fused else f'expert {missing[0]}'} has no {missing[1]}"
+        raise CheckpointError(f"{some.file}: {prefix} {what}", file=str(some.file), tensor=some.name)
+    fmt, spelling = _spelling_of_group(checkpoint, quantization, prefix, parts)
+    shape = shape_of_experts(checkpoint, prefix, fmt, spelling, parts, fused)
+    biases = {("bias" in p) for p in parts.values()}
+    if len(biases) > 1:
+        some = next(info for p in parts.values() for s, info in p.items() if s == "bias")
+        raise CheckpointError(
+            f"{some.file}: {prefix}: some matrices have a bias ({some.name!r}) and some have none",
+            file=str(some.file),
+            tensor=some.name,
+        )
+    return ExpertGroup(
+        checkpoint=checkpoint,
+        prefix=prefix,
+        format=fmt,
+        spelling=spelling,
+        n_experts=count,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        bias=biases.pop(),
+        fused=fused,
+        transposed=shape.transposed,
+        interleaved=fused and checkpoint.text_config.get("model_type") in _INTERLEAVED_FAMILIES,
+        parts=parts,
+    )
+
+
+def _spelling_of_group(
+    checkpoint: Checkpoint, quantization: Quantization, prefix: str, parts: Mapping[tuple[int, str], Parts]
+) -> tuple[Format, Spelling]:
+    """The one spelling all matrices of a layer share; it must be what the config declares."""
+    expected = _expected_formats(quantization, prefix)
+    found: tuple[Format, Spelling] | None = None
+    for (expert, projection), matrix in parts.items():
+        module = prefix if expert < 0 else f"{prefix}.{expert}.{projection}"
+        this = match_spelling(module, matrix, expected, f"{quantization.source} declares {quantization}")
+        if found is not None and this != found:
+            info = next(iter(matrix.values()))
+            raise CheckpointError(
+                f"{info.file}: {module} is {this[0].name} ({this[1].name}), the matrices before it in this layer are "
+                f"{found[0].name} ({found[1].name}); mixed experts in one layer are not supported",
+                file=str(info.file),
+                tensor=info.name,
+            )
+        found = this
+    assert found is not None
+    return found
+
+
+def _expected_formats(quantization: Quantization, module: str) -> tuple[str, ...]:
+    if quantization.method == "none" or quantization.ignores(module) or quantization.ignores(f"{module}.0.gate_proj"):
+        return ("bf16",)
+    return quantization.formats
+
+
+def match_spelling(module: str, parts: Parts, expected: Iterable[str], because: str) -> tuple[Format, Spelling]:
+    """The format and spelling of one matrix from its suffixes and dtypes.
+
+    expected: names of formats that may occur; because: why, for the message. Raises `CheckpointError` naming the
+    tensor, what was found and what was expected.
+    """
+    candidates = [(formats.get(name), s) for name in expected for s in formats.get(name).spellings]
+    for fmt, spelling in candidates:
+        if not _complaints(module, parts, spelling):
+            return fmt, spelling
+
+    def overlap(candidate: tuple[Format, Spelling]) -> int:
+        return len({suffix for suffix, _ in candidate[1].tensors.values()} & parts.keys())
+
+    fmt, spelling = max(candidates, key=overlap)
+    info = next(iter(parts.values()))
+    raise CheckpointError(
+        f"{info.file}: {module}: {_complaints(module, parts, spelling)[0]} ({because}; "
+        f"expected {fmt.name} as {spelling.name} writes it)",
+        file=str(info.file),
+        tensor=info.name,
+    )
+
+
+def _complaints(module: str, parts: Parts, spelling: Spelling) -> list[str]:
+    wanted = {suffix: (role, dtypes) for role, (suffix, dtypes) in spelling.tensors.items()}
+    out = []
+    for suffix, (role, dtypes) in wanted.items():
+        if suffix not in parts:
+            found = ", ".join(f"{s} {i.dtype}" for s, i in sorted(parts.items()))
+            out.append(f"no {role} ({suffix}); found {found}")
+        elif parts[suffix].dtype not in dtypes:
+            out.append(f"{parts[suffix].name!r} is {parts[suffix].dtype}, expected {' or '.join(dtypes)}")
+    for suffix, info in parts.items():
+        if suffix not in wanted and suffix not in spelling.optional and suffix != "bias":
+            out.append(f"nothing claims {info.name!r} ({info.dtype} {list(info.shape)})")
+    return out
+
+
+def _find_dense(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[QuantizedDense]:
+    """Quantized matrices outside the experts; a plain weight where the config declares a format is accepted.
+
+    Tools leave attention or single layers unquantized without always listing them, and a plain weight is complete by
+    itself; what must not pass is a packed weight without its scales.
+    """
+    suffixes = {s for name in formats.names() for sp in formats.get(name).spellings for s, _ in sp.tensors.values()}
+    suffixes |= {s for name in formats.names() for sp in formats.get(name).spellings for s in sp.optional}
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for info in checkpoint.tensors.values():
+        module, _, suffix = info.name.rpartition(".")
+        if suffix in suffixes and _ANY_EXPERT.search(info.name) is None:
+            modules.setdefault(module, {})[suffix] = info
+    for module, parts in modules.items():
+        if set(parts) == {"weight"} and parts["weight"].dtype in ("BF16", "F16", "F32"):
+            continue
+        because = f"{quantization.source} declares {quantization}"
+        fmt, spelling = match_spelling(module, parts, quantization.formats, because)
+        n, k = two_dimensions(parts[spelling.tensors["codes"][0]])
+        k = k * 8 // fmt.bits
+        for role, (suffix, _) in spelling.tensors.items():
+            check_matrix(parts[suffix], role, n, k, fmt, transposed=False)
+        yield QuantizedDense(module, fmt, spelling, parts)

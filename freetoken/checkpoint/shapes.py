@@ -1,0 +1,109 @@
+"""Widths of experts from the shapes of their tensors; every tensor must agree with them and with the config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from freetoken.checkpoint.experts import Parts
+from freetoken.checkpoint.safetensors import DTYPES, Checkpoint, TensorInfo
+from freetoken.errors import CheckpointError
+from freetoken.formats.base import Format, Spelling
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Widths of a layer's experts; transposed: fused tensors are (in, out) rather than (out, in)."""
+
+    hidden: int
+    intermediate: int
+    transposed: bool
+
+
+def shape_of_experts(
+    checkpoint: Checkpoint,
+    prefix: str,
+    fmt: Format,
+    spelling: Spelling,
+    parts: Mapping[tuple[int, str], Parts],
+    fused: bool,
+) -> ExpertShape:
+    """H, I and the orientation from the first expert; every other tensor must agree."""
+    suffix = spelling.tensors["codes"][0]
+    per_code = {16: 1, 8: 1, 4: 2}[fmt.bits]
+    first = min(expert for expert, _ in parts)
+    if not fused:
+        rows, width = two_dimensions(parts[first, "gate_proj"][suffix])
+        shape = ExpertShape(width * per_code, rows, False)
+    else:
+        shape = _fused_shape(parts[-1, "gate_up_proj"][suffix], parts[-1, "down_proj"][suffix], per_code)
+    h, i = shape.hidden, shape.intermediate
+    rows_of = {"gate_proj": (i, h), "up_proj": (i, h), "down_proj": (h, i), "gate_up_proj": (2 * i, h)}
+    lead = parts[first, "gate_up_proj"][suffix].shape[:1] if fused else ()
+    for (_expert, projection), matrix in parts.items():
+        n, k = rows_of[projection]
+        for role, (part, _) in spelling.tensors.items():
+            check_matrix(matrix[part], role, n, k, fmt, shape.transposed, lead)
+        if "bias" in matrix and matrix["bias"].shape != (*lead, n):
+            raise _shape_error(matrix["bias"], f"{[*lead, n]}")
+    expected = checkpoint.text_config.get("hidden_size")
+    if isinstance(expected, int) and expected != h:
+        info = parts[first, "down_proj"][suffix]
+        raise CheckpointError(
+            f"{info.file}: {prefix} has hidden size {h}, config.json says hidden_size {expected}",
+            file=str(info.file),
+            tensor=info.name,
+        )
+    return shape
+
+
+def _fused_shape(gate_up: TensorInfo, down: TensorInfo, per_code: int) -> ExpertShape:
+    """Both orientations cannot fit at once: one needs rows = 2 * width of the other matrix, the other the reverse."""
+    if len(gate_up.shape) == 4:  # blocks: [E, rows, blocks, bytes]
+        a, b = gate_up.shape[1], gate_up.shape[2] * gate_up.shape[3] * per_code
+        return ExpertShape(b, a // 2, False)
+    if len(gate_up.shape) != 3 or len(down.shape) != 3:
+        raise _shape_error(gate_up, "[experts, rows, width]")
+    (_, a, b), (_, c, d) = gate_up.shape, down.shape
+    if b == 2 * c * per_code and a * per_code == d:
+        return ExpertShape(a * per_code, b // 2, True)
+    if a == 2 * d * per_code and b * per_code == c:
+        return ExpertShape(c, a // 2, False)
+    raise _shape_error(gate_up, f"a fused gate and up that fits {down.name!r} {list(down.shape)}")
+
+
+def check_matrix(
+    info: TensorInfo, role: str, n: int, k: int, fmt: Format, transposed: bool, lead: tuple[int, ...] = ()
+) -> None:
+    """lead: the dimension of experts before a fused tensor's own."""
+    if role == "global":
+        if info.nbytes != 4:
+            raise _shape_error(info, "one number")
+        return
+    if role == "scales" and k % fmt.block:
+        raise _shape_error(info, f"a width that is a multiple of {fmt.block}; rows have {k} weights")
+    elements = k * fmt.bits // (8 * np.dtype(DTYPES[info.dtype]).itemsize) if fmt.bits < 16 else k
+    width = elements if role == "codes" else k // fmt.block
+    shape = info.shape
+    if lead and role == "codes" and len(shape) == 4:  # blocks: [experts, rows, blocks, bytes]
+        shape = (*shape[:-2], shape[-2] * shape[-1])
+    expected = (*lead, width, n) if transposed else (*lead, n, width)
+    if shape != expected:
+        raise _shape_error(info, f"{list(expected)} for {n} rows of {k} weights")
+
+
+def two_dimensions(info: TensorInfo) -> tuple[int, int]:
+    """The shape of a matrix; raises `CheckpointError` when the tensor is none."""
+    if len(info.shape) != 2:
+        raise _shape_error(info, "[rows, width]")
+    return info.shape[0], info.shape[1]
+
+
+def _shape_error(info: TensorInfo, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}, expected {expected}",
+        file=str(info.file),
+        tensor=info.name,
+    )

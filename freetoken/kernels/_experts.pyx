@@ -312,6 +312,8 @@ cdef class ExpertLayer:
         cdef job *j = &self.template
         if bank.shape[0] < 1 or bank.shape[1] != layout.nbytes:
             raise ValueError(f"bank is {bank.shape[0]} x {bank.shape[1]} bytes, records have {layout.nbytes}")
+        if kernel.format != layout.format.name:
+            raise ValueError(f"{kernel!r} cannot read records of {layout.format.name}")
         if activation not in ("silu", "swiglu_clamped"):
             raise ValueError(f"unknown activation {activation!r}, expected silu or swiglu_clamped")
         memset(j, 0, sizeof(job))

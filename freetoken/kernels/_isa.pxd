@@ -25,8 +25,9 @@ cdef extern from "isa.h" nogil:
 
 cdef class TileKernel:
     cdef ft_kernel entry
+    cdef readonly str format
     cdef readonly str level
     cdef readonly str act
 
 
-cdef list table(const ft_kernel *entries)
+cdef list table(const ft_kernel *entries, str format)

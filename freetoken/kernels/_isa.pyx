@@ -14,22 +14,23 @@ def available_levels():
 
 
 cdef class TileKernel:
-    """One tile function: the level it needs and the activations it takes. Made by the _tile modules only."""
+    """One tile function: its format, the level it needs and the activations it takes. Made by the _tile modules only."""
 
     def __init__(self):
         raise TypeError("tile kernels are listed by freetoken.kernels._tile_<format>.kernels()")
 
     def __repr__(self):
-        return f"<tile {self.act} {self.level}>"
+        return f"<tile {self.format} {self.act} {self.level}>"
 
 
-cdef list table(const ft_kernel *entries):
+cdef list table(const ft_kernel *entries, str format):
     """A handle for each entry of a header's table."""
     cdef list found = []
     cdef TileKernel kernel
     while entries.tile != NULL:
         kernel = TileKernel.__new__(TileKernel)
         kernel.entry = entries[0]
+        kernel.format = format
         kernel.level = LEVELS[entries.level]
         kernel.act = ACTIVATIONS[entries.act]
         found.append(kernel)

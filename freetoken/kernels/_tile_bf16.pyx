@@ -8,4 +8,4 @@ cdef extern from "tile_bf16.h":
 
 def kernels():
     """Every tile function of this format."""
-    return table(ft_kernels_bf16)
+    return table(ft_kernels_bf16, "bf16")

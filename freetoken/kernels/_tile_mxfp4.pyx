@@ -8,4 +8,4 @@ cdef extern from "tile_mxfp4.h":
 
 def kernels():
     """Every tile function of this format."""
-    return table(ft_kernels_mxfp4)
+    return table(ft_kernels_mxfp4, "mxfp4")

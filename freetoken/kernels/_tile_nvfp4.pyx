@@ -8,4 +8,4 @@ cdef extern from "tile_nvfp4.h":
 
 def kernels():
     """Every tile function of this format."""
-    return table(ft_kernels_nvfp4)
+    return table(ft_kernels_nvfp4, "nvfp4")

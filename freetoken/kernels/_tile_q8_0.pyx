@@ -8,4 +8,4 @@ cdef extern from "tile_q8_0.h":
 
 def kernels():
     """Every tile function of this format."""
-    return table(ft_kernels_q8_0)
+    return table(ft_kernels_q8_0, "q8_0")

@@ -3,7 +3,7 @@
  * scalar   the definition
  * avx2     fp32 activations, both weights of a lane widened by shift and mask
  * avx512   the same, 16 rows at once
- * bf16     VDPBF16PS takes a line as it lies. It treats a subnormal weight or activation as zero (below 2^-126).
+ * bf16     VDPBF16PS takes a line as it lies. It treats a subnormal weight, activation or sum as zero (below 2^-126).
  */
 #ifndef FREETOKEN_TILE_BF16_H
 #define FREETOKEN_TILE_BF16_H

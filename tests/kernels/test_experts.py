@@ -23,7 +23,7 @@ from freetoken import formats
 from freetoken.formats import Format, Matrix
 from freetoken.formats.codes import bf16_to_fp32, fp32_to_bf16, pack_nibbles
 from freetoken.formats.record import Expert, RecordLayout
-from freetoken.kernels import reference
+from freetoken.kernels import _tile_nvfp4, reference
 from freetoken.kernels._experts import ExpertLayer, Scratch
 from freetoken.kernels._isa import TileKernel
 from tests.support.experts import (
@@ -507,3 +507,12 @@ def test_scratch_grows_and_is_kept(plain: Case) -> None:
     assert held > 0
     run(scalar(plain), plain.layout, plain.bank, plain.x[:1], *(r[:1] for r in plain.routes), scratch=scratch)
     assert scratch.nbytes == held
+
+
+def test_a_tile_of_another_format_is_refused() -> None:
+    """Its bytes would be read as something else."""
+    layout = RecordLayout(formats.get("mxfp4"), 32, 32)
+    bank = np.zeros((1, layout.nbytes), np.uint8)
+    other = _tile_nvfp4.kernels()[0]
+    with pytest.raises(ValueError, match="cannot read records of mxfp4"):
+        ExpertLayer(bank, layout, other)

@@ -37,7 +37,7 @@ def test_table_of_a_format(name: str) -> None:
 
 def test_a_tile_kernel_says_what_it_is() -> None:
     kernel = table(formats.get("bf16"))[0]
-    assert repr(kernel) == "<tile fp32 scalar>"
+    assert repr(kernel) == "<tile bf16 fp32 scalar>"
 
 
 def test_tile_kernels_are_not_made_by_hand() -> None:

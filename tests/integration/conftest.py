@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 import freetoken
 from tests.support.checkpoints import write_qwen3, write_tokenizer
 from tests.support.oracle import dequantize_folder, stock_model
-
-Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")

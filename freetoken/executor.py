@@ -138,10 +138,7 @@ class Executor:
             if error <= _CHECK_BOUND[choice.act]:
                 logger.info("%s experts run on %s", bank.layout.format.name, choice)
                 return choice
-            logger.warning(
-                "%s is wrong on this CPU for %s (error %.3g): falling back to the next tier",
-                choice.kernel, bank.layout.format.name, error,
-            )  # fmt: skip
+            logger.warning("%r is wrong on this CPU (error %.3g); trying the next tier", choice.kernel, error)
         raise UnsupportedError(
             f"no CPU tile for {bank.layout.format.name} agrees with the reference on this machine; please report it "
             "with the output of `ft info`",

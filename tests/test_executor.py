@@ -179,7 +179,7 @@ def test_a_wrong_tile_falls_back_with_a_warning(
     assert tried == [levels[0], levels[1], levels[1]]
     (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "mxfp4" in warning.getMessage()
-    assert "falling back to the next tier" in warning.getMessage()
+    assert "trying the next tier" in warning.getMessage()
     x, ids, weights = make_input(3)
     check_close(layer.run(x, ids, weights).numpy(), expected_of(layer.bank, x, ids, weights), 4e-6)
 

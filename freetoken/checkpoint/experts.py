@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -146,16 +146,17 @@ class ExpertGroup:
 class QuantizedDense:
     """One quantized matrix outside the experts: a module's weight in a format and spelling."""
 
+    checkpoint: Checkpoint
     module: str
     format: Format
     spelling: Spelling
     parts: Parts
 
-    def check_scales(self, checkpoint: Checkpoint) -> None:
+    def check_scales(self) -> None:
         """As `ExpertGroup.check_scales`."""
         if "scales" in self.spelling.tensors:
-            scales = checkpoint.read(self.parts[self.spelling.tensors["scales"][0]].name)
-            _check_scales(self.format, self.spelling, self.parts, scales, checkpoint)
+            scales = self.checkpoint.read(self.parts[self.spelling.tensors["scales"][0]].name)
+            _check_scales(self.format, self.spelling, self.parts, scales, self.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -172,12 +173,20 @@ class ExpertScan:
         """Names of all tensors that belong to experts."""
         return frozenset(i.name for g in self.groups for parts in g.parts.values() for i in parts.values())
 
-    def check_scales(self) -> None:
-        """Read every scale, of experts and of the dense part, and refuse what is no number."""
-        for group in self.groups:
-            group.check_scales()
-        for matrix in self.dense:
-            matrix.check_scales(self.checkpoint)
+    def check_scales(self, on_checked: Callable[[int], object] = lambda n: None) -> None:
+        """Read every scale, of experts and of the dense part, and refuse what is no number.
+
+        on_checked is called with the number of parts just checked, of `scale_parts` in all.
+        """
+        parts: tuple[ExpertGroup | QuantizedDense, ...] = (*self.groups, *self.dense)
+        for part in parts:
+            part.check_scales()
+            on_checked(1)
+
+    @property
+    def scale_parts(self) -> int:
+        """Layers of experts and quantized matrices of the dense part."""
+        return len(self.groups) + len(self.dense)
 
 
 def _read_global(spelling: Spelling, parts: Parts, checkpoint: Checkpoint) -> tuple[float, bool]:

@@ -206,4 +206,4 @@ def _find_dense(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[
         k = k * 8 // fmt.bits
         for role, (suffix, _) in spelling.tensors.items():
             check_matrix(parts[suffix], role, n, k, fmt, transposed=False)
-        yield QuantizedDense(module, fmt, spelling, parts)
+        yield QuantizedDense(checkpoint, module, fmt, spelling, parts)

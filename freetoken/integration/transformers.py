@@ -84,7 +84,8 @@ def load(
     found = scan(open_checkpoint(folder))
     require_memory(found, fmt)
     check_top_k(found)
-    found.check_scales()
+    with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
+        found.check_scales(bar.update)
     config = _read_config(folder, trust_remote_code)
     resolved = _resolve_dtype(config, dtype)
     executor = Executor(workers, resolved, machine.why(threads))

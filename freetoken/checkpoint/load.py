@@ -17,7 +17,7 @@ def convert(expert: Expert, fmt: Format) -> Expert:
         return expert
 
     def matrix(source: Matrix) -> Matrix:
-        return fmt.quantize(source.dequantize())
+        return fmt.quantize_strips(source.shape, lambda start, stop: source.rows(start, stop).dequantize())
 
     return Expert(
         matrix(expert.gate),

@@ -10,8 +10,9 @@ dimension 16 scales, then lines of 64 bytes holding 4 consecutive source bytes o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from freetoken.errors import FormatError
 TILE_ROWS = 16
 LINE_BYTES = 64
 LANE_BYTES = 4
+_STRIP_WEIGHTS = 1 << 16
+"""Weights that are quantized together: the temporaries of NumPy then stay in the second level cache."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Matrix:
 
     def dequantize(self) -> NDArray[np.float32]:
         """(N, K) float32: the values these codes stand for, rounded only where fp32 cannot hold them."""
-        return self.format.dequantize64(self).astype(np.float32)
+        return self.format.dequantize32(self)
 
     def rows(self, start: int, stop: int) -> Matrix:
         """The matrix of rows [start, stop)."""
@@ -121,13 +124,45 @@ class Format(ABC):
                 format=self.name,
             )
 
-    @abstractmethod
     def quantize(self, weights: NDArray[np.float32]) -> Matrix:
         """Nearest matrix of this format to float32 weights (N, K); K must be a multiple of the block."""
+        return self.quantize_strips(weights.shape, lambda start, stop: weights[start:stop])
+
+    def quantize_strips(self, shape: tuple[int, ...], strip: Callable[[int, int], NDArray[np.float32]]) -> Matrix:
+        """As `quantize`, of rows that `strip(start, stop)` makes when they are wanted, (stop - start, K) float32.
+
+        Working memory is a strip, however large the matrix. A format with a global scale asks for every row twice.
+        """
+        n, k = shape
+        self.check_width(k, "the input dimension")
+        step = max(1, _STRIP_WEIGHTS // k)
+        edges = [(start, min(start + step, n)) for start in range(0, n, step)]
+        factor = self.choose_global(lambda: max((float(np.abs(strip(*e)).max(initial=0)) for e in edges), default=0.0))
+        codes = np.empty((n, k * self.bits // 8), np.uint8)
+        scales: Any = None if self.scale_dtype is None else np.empty((n, k // self.block), self.scale_dtype)
+        for start, stop in edges:
+            codes[start:stop], row_scales = self.quantize_rows(strip(start, stop), factor)
+            if scales is not None:
+                scales[start:stop] = row_scales
+        return Matrix(self, codes, scales, float(factor))
+
+    def choose_global(self, largest: Callable[[], float]) -> np.float32:
+        """The factor for a matrix whose largest magnitude `largest()` finds; 1 for a format without one."""
+        return np.float32(1)
+
+    @abstractmethod
+    def quantize_rows(
+        self, weights: NDArray[np.float32], factor: np.float32
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | NDArray[np.uint16] | None]:
+        """Codes (N, K * bits / 8) uint8 and scales (N, K / block) of float32 rows, given the matrix's global factor."""
 
     @abstractmethod
     def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:
         """(N, K) float64: the exact values of a matrix of this format (a divided global rounds once)."""
+
+    def dequantize32(self, matrix: Matrix) -> NDArray[np.float32]:
+        """(N, K) float32: `dequantize64` rounded once."""
+        return self.dequantize64(matrix).astype(np.float32)
 
     @abstractmethod
     def find_bad(self, matrix: Matrix) -> str | None:

@@ -19,13 +19,15 @@ class BF16(Format):
     kernels = "_tile_bf16"
     spellings = (Spelling("plain", {"codes": ("weight", ("BF16", "F16", "F32"))}),)
 
-    def quantize(self, weights: NDArray[np.float32]) -> Matrix:
+    def quantize_rows(self, weights: NDArray[np.float32], factor: np.float32) -> tuple[NDArray[np.uint8], None]:
         """Round to nearest even."""
-        self.check_width(weights.shape[1], "the input dimension")
-        return Matrix(self, fp32_to_bf16(weights).view(np.uint8))
+        return fp32_to_bf16(weights).view(np.uint8), None
 
     def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:
-        return bf16_to_fp32(np.ascontiguousarray(matrix.codes).view(np.uint16)).astype(np.float64)
+        return self.dequantize32(matrix).astype(np.float64)
+
+    def dequantize32(self, matrix: Matrix) -> NDArray[np.float32]:
+        return bf16_to_fp32(np.ascontiguousarray(matrix.codes).view(np.uint16))
 
     def find_bad(self, matrix: Matrix) -> str | None:
         bits = np.ascontiguousarray(matrix.codes).view(np.uint16)

@@ -25,10 +25,11 @@ class MXFP4(Format):
         Spelling("gpt-oss", {"codes": ("blocks", ("U8",)), "scales": ("scales", ("U8", "F8_E8M0"))}),
     )
 
-    def quantize(self, weights: NDArray[np.float32]) -> Matrix:
+    def quantize_rows(
+        self, weights: NDArray[np.float32], factor: np.float32
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Per block the power of two with the smaller squared error: the one that saturates or the next one up."""
         n, k = weights.shape
-        self.check_width(k, "the input dimension")
         blocks = weights.reshape(n, k // 32, 32)
         amax = np.abs(blocks).max(axis=2)
         _, exponent = np.frexp(amax)  # amax = m * 2**exponent, m in [0.5, 1): floor(log2(amax)) = exponent - 1
@@ -46,7 +47,7 @@ class MXFP4(Format):
                 best_scale = np.where(better, scale, best_scale)
         assert best_codes is not None and best_scale is not None
         scales = np.where(amax > 0, best_scale, 127).astype(np.uint8)  # an all-zero block: scale 1
-        return Matrix(self, pack_nibbles(best_codes.reshape(n, k)), scales)
+        return pack_nibbles(best_codes.reshape(n, k)), scales
 
     def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:
         n, k = matrix.shape

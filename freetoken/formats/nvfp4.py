@@ -7,6 +7,7 @@ Two dialects of the same numbers: ModelOpt writes `weight_scale_2`, a factor; co
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,21 +46,22 @@ class NVFP4(Format):
         ),
     )
 
-    def quantize(self, weights: NDArray[np.float32]) -> Matrix:
-        """Global from the matrix maximum so that block scales use e4m3's range; block scale amax/6; nearest codes."""
+    def choose_global(self, largest: Callable[[], float]) -> np.float32:
+        """The factor with which block scales use all of e4m3's range."""
+        factor = np.float32(largest() / (6 * 448))
+        return factor if factor > 0 and np.isfinite(factor) else np.float32(1)
+
+    def quantize_rows(
+        self, weights: NDArray[np.float32], factor: np.float32
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Block scale amax/6, rounded to e4m3; nearest codes to the weights under the rounded scale."""
         n, k = weights.shape
-        self.check_width(k, "the input dimension")
         blocks = weights.reshape(n, k // 16, 16)
         amax = np.abs(blocks).max(axis=2)
-        top = float(amax.max(initial=0.0))
-        global_scale = np.float32(top / (6 * 448)) if top > 0 else np.float32(1)
-        if global_scale == 0 or not np.isfinite(global_scale):
-            global_scale = np.float32(1)
-        scales = fp32_to_e4m3((amax / np.float32(6) / global_scale).astype(np.float32))
-        step = E4M3[scales] * global_scale
-        safe = np.where(step > 0, step, np.float32(1))
-        codes = fp32_to_e2m1(np.where(step[:, :, None] > 0, blocks / safe[:, :, None], np.float32(0)))
-        return Matrix(self, pack_nibbles(codes.reshape(n, k)), scales, float(global_scale))
+        scales = fp32_to_e4m3((amax / np.float32(6) / factor).astype(np.float32))
+        step = (E4M3[scales] * factor)[:, :, None]
+        codes = fp32_to_e2m1(np.divide(blocks, step, out=np.zeros_like(blocks), where=step > 0))
+        return pack_nibbles(codes.reshape(n, k)), scales
 
     def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:
         n, k = matrix.shape

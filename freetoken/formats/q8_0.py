@@ -18,10 +18,11 @@ class Q8_0(Format):
     kernels = "_tile_q8_0"
     spellings = ()
 
-    def quantize(self, weights: NDArray[np.float32]) -> Matrix:
+    def quantize_rows(
+        self, weights: NDArray[np.float32], factor: np.float32
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
         """Scale amax/127, stored as fp16 (saturating); codes from the unrounded scale, halves away from 0, as ggml."""
         n, k = weights.shape
-        self.check_width(k, "the input dimension")
         blocks = weights.reshape(n, k // 32, 32)
         scale = np.minimum(np.abs(blocks).max(axis=2) / np.float32(127), np.float32(65504))
         with np.errstate(divide="ignore", over="ignore"):
@@ -32,7 +33,7 @@ class Q8_0(Format):
         whole = np.floor(magnitude)  # adding a half first would round the float just below it up
         codes = np.copysign(np.minimum(whole + (magnitude - whole >= 0.5), 127), scaled).astype(np.int8)
         stored = scale.astype(np.float16).view(np.uint16)
-        return Matrix(self, codes.reshape(n, k).view(np.uint8), stored)
+        return codes.reshape(n, k).view(np.uint8), stored
 
     def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:
         n, k = matrix.shape

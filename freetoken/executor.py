@@ -148,17 +148,16 @@ class Executor:
     def run(self, layer: BoundLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed experts' weighted sum for each token.
 
-        x: (B, H) float32, bfloat16 or float16 on the CPU. ids: (B, K) integer, out-of-range ids are skipped.
+        x: (B, H) float32, bfloat16 or float16, on the CPU or copied there and back. ids: (B, K) integer, out-of-range
+        ids are skipped.
         weights: (B, K) floating. Returns (B, H) in x's dtype.
         """
         if os.getpid() != self._pid:
             raise forked_error()
-        if x.device.type != "cpu":
-            raise UnsupportedError(
-                f"experts run on the CPU and got activations on {x.device}; keep the model on the CPU",
-                feature=str(x.device),
-                available="cpu",
-            )
+        if x.device.type == "meta":
+            raise UnsupportedError("experts cannot run on the meta device: there is nothing to compute", feature="meta")
+        if x.device.type != "cpu":  # a dense part that was moved: right, at the price of two copies
+            return self.run(layer, x.cpu(), ids.cpu(), weights.cpu()).to(x.device)
         out = torch.empty(x.shape, dtype=x.dtype)
         wide = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
         target = out if wide is x else torch.empty(x.shape, dtype=torch.float32)

@@ -116,7 +116,7 @@ def test_generate_batch(model: Any) -> None:
 
 def test_a_pipeline(model: Any, stock: Any, tokenizer: Any) -> None:
     def run(which: Any) -> str:
-        pipe = transformers.pipeline("text-generation", model=which, tokenizer=tokenizer)
+        pipe = transformers.pipeline("text-generation", model=which, tokenizer=tokenizer, device="cpu")
         return str(pipe("w5 w17 w33", max_new_tokens=8, do_sample=False)[0]["generated_text"])
 
     with quiet_transformers():
@@ -373,11 +373,20 @@ def test_a_layer_whose_model_is_gone() -> None:
     check_one_line(caught.value, "is gone")
 
 
-def test_activations_elsewhere_are_refused(model: Any) -> None:
+def test_activations_on_meta_are_refused(model: Any) -> None:
     layer = layer_of(model.model.layers[0].mlp.experts)
     with pytest.raises(UnsupportedError) as caught:
         layer.run(torch.zeros(1, HIDDEN, device="meta"), torch.zeros(1, 1), torch.ones(1, 1))
-    check_one_line(caught.value, "activations on meta", "keep the model on the CPU")
+    check_one_line(caught.value, "meta device")
+
+
+@pytest.mark.gpu
+def test_a_dense_part_on_a_gpu_gives_the_same_tokens(tiny: Path, model: Any) -> None:
+    """Banks stay where they are; activations cross over and back."""
+    moved = freetoken.load(tiny, dtype=torch.float32)[0].cuda()
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = moved.generate(input_ids=PROMPT.cuda(), attention_mask=torch.ones_like(PROMPT).cuda(), **settings)
+    assert found.tolist() == generate(model)
 
 
 # --- activations -----------------------------------------------------------------------------------------------------

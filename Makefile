@@ -13,7 +13,7 @@ SOURCES := $(shell find freetoken -name '*.pyx' -o -name '*.pxd' -o -name '*.h')
 .PHONY: demo test bench lint stubs clean help
 
 demo: $(VENV)/.built  ## generate text with the small model that comes along
-	$(VENV)/bin/ft generate
+	$(VENV)/bin/ft generate --prompt "It was a dark night, and" --temperature 0.6 --seed 3
 
 test: $(VENV)/.built  ## run the tests (ARGS="-k name" is passed on to pytest)
 	$(PY) -m pytest $(ARGS)
@@ -53,7 +53,7 @@ $(VENV)/.torch:
 
 $(VENV)/.built: $(VENV)/.torch setup.py setup.cfg pyproject.toml $(SOURCES)
 	@echo "building freetoken"
-	@$(PIP) install --no-build-isolation --check-build-dependencies --editable ".[models,test]"
+	@PYTHONWARNINGS=ignore $(PIP) install --no-build-isolation --check-build-dependencies --editable ".[models,test]"
 	@touch $@
 
 $(VENV)/.linters: $(VENV)/.built

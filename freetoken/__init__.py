@@ -6,15 +6,13 @@
 
 A reader's path: `load` (integration/transformers.py), then `executor.Executor.run`, then `kernels/_experts.pyx`, then
 one `kernels/tile_<format>.h`. docs/architecture.md maps every module. Importing this starts no threads, probes nothing
-and imports no transformers.
+and imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
-
-import torch  # noqa: F401  before our extensions: its wheel brings the OpenMP runtime that they then share
 
 from freetoken.errors import (
     CapacityError,

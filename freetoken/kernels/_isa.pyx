@@ -14,7 +14,7 @@ def available_levels():
 
 
 cdef class TileKernel:
-    """One tile function: its format, the level it needs and the activations it takes. Made by the _tile modules only."""
+    """One tile function: its format, level and activations. Made by the _tile modules only."""
 
     def __init__(self):
         raise TypeError("tile kernels are listed by freetoken.kernels._tile_<format>.kernels()")

@@ -48,8 +48,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`load` and `report` are imported when first used."""
     if name == "load":
-        from freetoken.integration.transformers import load
-
+        try:
+            from freetoken.integration.transformers import load
+        except ModuleNotFoundError as error:
+            raise UnsupportedError(
+                f"{error.name} is not installed, and loading a model needs it: pip install freetoken[models]",
+                feature=str(error.name),
+            ) from error
         return load
     if name == "report":
         from freetoken.model_report import report

@@ -34,9 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FreeTokenError as error:
         if args.debug:
             raise
-        print(f"ft: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _complain(str(error))
+    except Exception as error:  # whatever a model, a tokenizer or a terminal comes up with is one line, too
+        if args.debug:
+            raise
+        return _complain(f"{type(error).__name__}: {error} (--debug shows where)")
     return status
+
+
+def _complain(text: str) -> int:
+    print(f"ft: error: {' '.join(text.split())}", file=sys.stderr)
+    return 2
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -47,7 +55,7 @@ def generate(args: argparse.Namespace) -> int:
     _check_generate(args)
     _quiet_transformers()
     model, tokenizer = load(
-        args.model or demo.path(),
+        demo.path() if args.model is None else args.model,
         expert_format=args.expert_format,
         threads=args.threads,
         revision=args.revision,
@@ -112,8 +120,8 @@ def bench_fidelity(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for name in names:
         model, tokenizer = load(args.model, expert_format=name, threads=args.threads)
-        tokens = read_tokens(args.text, tokenizer)
-        window = args.window or min(context_length(model) or 512, 2048)
+        tokens = read_tokens(args.text, tokenizer, model.config.get_text_config().vocab_size)
+        window = min(context_length(model) or 512, 2048) if args.window is None else args.window
         with _bar(len(tokens), f"perplexity {name or ''}".strip()) as bar:
             result = perplexity(model, tokens, window, bar.update)
         facts = report(model)
@@ -191,7 +199,8 @@ def _check_generate(args: argparse.Namespace) -> None:
     for name, good, expected in (
         ("prompt", bool(args.prompt), "some text"),
         ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
-        ("temperature", args.temperature >= 0, "0 or more"),
+        ("temperature", 0 <= args.temperature < 1e6, "0 or more, and finite"),
+        ("seed", args.seed is None or 0 <= args.seed < 2**63, "0 or more, below 2**63"),
         ("top_p", 0 < args.top_p <= 1, "above 0 and at most 1"),
     ):
         if not good:

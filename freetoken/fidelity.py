@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,11 @@ class Perplexity:
     tokens: int
 
 
-def read_tokens(path: str | os.PathLike[str], tokenizer: Any) -> NDArray[np.int64]:
-    """(N,) token ids: the array `tokens` of a .npz, else the text of the file through the tokenizer."""
+def read_tokens(path: str | os.PathLike[str], tokenizer: Any, vocabulary: int | None = None) -> NDArray[np.int64]:
+    """(N,) token ids: the array `tokens` of a .npz, else the text of the file through the tokenizer.
+
+    vocabulary: ids must be below it. Raises `ConfigError` naming the file and what is wrong with it.
+    """
     file = Path(path)
 
     def bad(what: str) -> ConfigError:
@@ -43,10 +47,18 @@ def read_tokens(path: str | os.PathLike[str], tokenizer: Any) -> NDArray[np.int6
     if not file.is_file():
         raise bad("there is no such file")
     if file.suffix == ".npz":
-        with np.load(file) as arrays:
-            if "tokens" not in arrays:
-                raise bad(f"it holds {', '.join(arrays) or 'nothing'}; an array named tokens is expected")
-            return np.asarray(arrays["tokens"]).astype(np.int64).reshape(-1)
+        try:
+            with file.open("rb") as stream, np.load(stream) as arrays:
+                tokens = np.asarray(arrays["tokens"]).reshape(-1)
+        except KeyError:
+            raise bad("it has no array named tokens") from None
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+            raise bad(f"it is not a readable .npz ({error})") from error
+        if tokens.dtype.kind not in "iu":
+            raise bad(f"its tokens are {tokens.dtype}, integers are expected")
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < (vocabulary or np.inf):
+            raise bad(f"its tokens run from {tokens.min()} to {tokens.max()}, the model has {vocabulary}")
+        return tokens.astype(np.int64)
     if tokenizer is None:
         raise bad("the model has no tokenizer to read text with; give token ids in a .npz")
     try:
@@ -63,6 +75,10 @@ def perplexity(
 
     on_tokens is called with the number of tokens just scored. Raises `ConfigError` when there is not one window.
     """
+    if window < 1:
+        raise ConfigError(
+            f"the window is {window}, expected 1 or more", name="window", value=window, expected="1 or more"
+        )
     windows = (len(tokens) - 1) // window
     if windows < 1:
         raise ConfigError(

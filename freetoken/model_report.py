@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from freetoken.checkpoint.inspect import experts_per_token
 from freetoken.errors import FreeTokenError
 from freetoken.executor import BoundLayer
@@ -54,7 +56,8 @@ class Report:
 
 def report(model: Any) -> Report:
     """Report on a model from `freetoken.load`; raises `FreeTokenError` for any other model."""
-    layers = [layer for module in model.modules() if (layer := layer_of(module)) is not None]
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    layers = [layer for module in modules if (layer := layer_of(module)) is not None]
     if not layers:
         raise FreeTokenError(f"{type(model).__name__} has no expert banks: only models from freetoken.load have")
     per_token = experts_per_token(model.config.get_text_config().to_dict())

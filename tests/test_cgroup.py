@@ -22,7 +22,7 @@ def add_v1_quota(system: FakeSystem, folder: str, quota_us: object, period_us: o
 def add_v2_memory(system: FakeSystem, folder: str, limit: object, used: object, inactive: object = 0) -> None:
     system.write(f"{folder}/memory.max", f"{limit}\n")
     system.write(f"{folder}/memory.current", f"{used}\n")
-    system.write(f"{folder}/memory.stat", f"anon 5\ninactive_file {inactive}\nactive_file 9\n")
+    system.write(f"{folder}/memory.stat", f"anon 5\ninactive_file {inactive}\nactive_file 0\n")
 
 
 def add_v1_memory(system: FakeSystem, folder: str, limit: int, used: int, stat: str = "") -> None:
@@ -206,13 +206,14 @@ def test_v1_unlimited(system: FakeSystem, page_bytes: int) -> None:
     [
         ("inactive_file 100\ntotal_inactive_file 300\n", 700),
         ("inactive_file 100\n", 900),
+        ("inactive_file 100\nactive_file 300\n", 750),
         ("inactive_file -100\n", 1000),
         ("inactive_file 5000\n", 0),
         ("inactive_file\nx y z\n", 1000),
         ("", 1000),
     ],
 )
-def test_inactive_file_is_free(system: FakeSystem, stat: str, used_bytes: int) -> None:
+def test_page_cache_is_free(system: FakeSystem, stat: str, used_bytes: int) -> None:
     system.add_cgroup_v1("memory")
     add_v1_memory(system, "/sys/fs/cgroup/memory", 2000, 1000, stat)
     limit = memory_limit(system.root)

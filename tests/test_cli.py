@@ -82,6 +82,16 @@ def test_greedy_text_does_not_depend_on_threads(capsys: pytest.CaptureFixture[st
     assert len(texts) == 1
 
 
+def test_sampling_options_reach_the_sampler(capsys: pytest.CaptureFixture[str]) -> None:
+    """A nucleus of one token is greedy at any temperature; a wide one at a high temperature is not."""
+    args = ("generate", "--max-new-tokens", "12", "--seed", "1")
+    greedy = run_json(capsys, *args, "--temperature", "0")["text"]
+    assert run_json(capsys, *args, "--temperature", "5", "--top-p", "0.000001")["text"] == greedy
+    wild = run_json(capsys, *args, "--temperature", "5", "--top-p", "1")["text"]
+    assert wild != greedy
+    assert run_json(capsys, *args, "--temperature", "0.5", "--top-p", "1")["text"] != wild
+
+
 @pytest.mark.parametrize("name", formats.names())
 def test_generate_requantizes(capsys: pytest.CaptureFixture[str], name: str) -> None:
     found = run_json(capsys, "generate", "--max-new-tokens", "2", "--expert-format", name)
@@ -96,6 +106,7 @@ def test_interrupt_ends_cleanly() -> None:
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job would ignore it
     )
     assert process.stdout is not None
     process.stdout.read(12)  # text is coming
@@ -114,6 +125,13 @@ def test_interrupt_ends_cleanly() -> None:
         (["generate", "--max-new-tokens", "0"], ["--max-new-tokens"]),
         (["generate", "--temperature", "-1"], ["--temperature"]),
         (["generate", "--top-p", "0"], ["--top-p"]),
+        (["generate", "--temperature", "inf"], ["--temperature"]),
+        (["generate", "--seed", "99999999999999999999999"], ["--seed"]),
+        (["generate", "--model", ""], ["does not exist"]),
+        (["generate", "--model", "x" * 5000], ["cannot be looked at"]),
+        (["generate", "--model", "~nobody-of-that-name/x"], ["nobody-of-that-name"]),
+        (["inspect", ""], ["does not exist"]),
+        (["inspect", "x" * 5000], ["does not exist"]),
         (["generate", "--threads", "100000"], ["threads"]),
         (["generate", "--threads", "0"], ["threads"]),
         (["generate", "--expert-format", "int3"], ["int3", "mxfp4", "nvfp4", "q8_0"]),

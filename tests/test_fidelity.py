@@ -49,12 +49,32 @@ def test_read_tokens_refuses_what_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(ConfigError, match="UTF-8"):
         read_tokens(tmp_path / "binary.txt", lambda *a, **k: {})
-    np.savez(tmp_path / "other.npz", ids=np.zeros(3))
-    with pytest.raises(ConfigError, match="array named tokens"):
-        read_tokens(tmp_path / "other.npz", None)
     (tmp_path / "some.txt").write_text("text")
     with pytest.raises(ConfigError, match="no tokenizer"):
         read_tokens(tmp_path / "some.txt", None)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"ids": np.zeros(3, np.int64)}, "no array named tokens"),
+        ({"tokens": np.linspace(0, 1, 9)}, "integers are expected"),
+        ({"tokens": np.array([1, -1])}, "from -1 to 1"),
+        ({"tokens": np.array([1, 50])}, "the model has 50"),
+        ({"tokens": np.array(["a"])}, "integers are expected"),
+    ],
+)
+def test_read_tokens_refuses_what_are_no_tokens(tmp_path: Path, arrays: dict[str, np.ndarray], words: str) -> None:
+    np.savez(tmp_path / "t.npz", **arrays)
+    with pytest.raises(ConfigError, match=words):
+        read_tokens(tmp_path / "t.npz", None, vocabulary=50)
+
+
+def test_read_tokens_refuses_a_file_that_is_no_archive(tmp_path: Path) -> None:
+    for content in (b"", b"PK\x03\x04 cut short", b"text"):
+        (tmp_path / "t.npz").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"not a readable \.npz|no array"):
+            read_tokens(tmp_path / "t.npz", None)
 
 
 @pytest.mark.parametrize("name", ["demo", "fidelity"])

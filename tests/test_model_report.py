@@ -30,3 +30,5 @@ def test_report_adds_up() -> None:
 def test_report_refuses_other_models() -> None:
     with pytest.raises(freetoken.FreeTokenError, match=r"only models from freetoken\.load"):
         freetoken.report(torch.nn.Linear(2, 2))
+    with pytest.raises(freetoken.FreeTokenError, match=r"only models from freetoken\.load"):
+        freetoken.report(None)

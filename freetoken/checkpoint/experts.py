@@ -65,11 +65,12 @@ class ExpertGroup:
         return self._read_fused(expert) if self.fused else self._read_separate(expert)
 
     def check_scales(self) -> None:
-        """Read every scale (not the codes) and refuse NaN, infinite and zero ones, before anything is allocated."""
-        if self.format.scale_dtype is None:
-            return
+        """Read every scale and bias (not the codes) and refuse what is no number, before anything is allocated."""
         for (expert, _), parts in self.parts.items():
             for e in [expert] if expert >= 0 else range(self.n_experts):
+                self._bias(parts, e)
+                if self.format.scale_dtype is None:
+                    continue
                 _check_scales(self.format, self.spelling, parts, self._tensor(parts, "scales", e), self.checkpoint)
 
     def _read_separate(self, expert: int) -> Expert:
@@ -139,7 +140,10 @@ class ExpertGroup:
         if info is None:
             return None
         bits = self.checkpoint.read(info.name, expert if self.fused else None)
-        return bf16_to_fp32(bits) if info.dtype == "BF16" else bits.astype(np.float32)
+        bias = bf16_to_fp32(bits) if info.dtype == "BF16" else bits.astype(np.float32)
+        if not np.isfinite(bias).all():
+            raise _damaged(info, f"the bias of expert {expert} holds a NaN or infinite number")
+        return bias
 
 
 @dataclass(frozen=True)
@@ -209,8 +213,12 @@ def _check_numbers(matrix: Matrix, spelling: Spelling, parts: Parts) -> None:
     if bad:
         role = "global" if "global" in bad else ("scales" if "scales" in spelling.tensors else "codes")
         info = parts[spelling.tensors[role][0]]
-        raise CheckpointError(
-            f"{info.file}: tensor {info.name!r}: {bad}; the export is damaged, get or make it again",
-            file=str(info.file),
-            tensor=info.name,
-        )
+        raise _damaged(info, bad)
+
+
+def _damaged(info: TensorInfo, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{info.file}: tensor {info.name!r}: {what}; the export is damaged, get or make it again",
+        file=str(info.file),
+        tensor=info.name,
+    )

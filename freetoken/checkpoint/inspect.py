@@ -7,13 +7,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from freetoken.checkpoint.experts import ExpertScan
+from freetoken.checkpoint.experts import ExpertGroup, ExpertScan
 from freetoken.checkpoint.safetensors import Checkpoint, open_checkpoint
 from freetoken.checkpoint.scan import scan
-from freetoken.errors import FreeTokenError
+from freetoken.errors import CheckpointError, FreeTokenError
 from freetoken.formats.base import Format
 from freetoken.memory import budget
 from freetoken.units import format_bytes
+
+COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Where families keep the number of experts."""
+
+WIDTH_NAME = "moe_intermediate_size"
+"""Where families that also have dense layers keep the width of an expert."""
 
 TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
 """Where families keep the number of experts per token in their config."""
@@ -76,6 +82,7 @@ def inspect(path: str | os.PathLike[str], fmt: Format | None = None) -> Inspecti
     try:
         found = scan(checkpoint)
         known |= _numbers(checkpoint, found, fmt)
+        check_config(found)
         require_memory(found, fmt)
     except FreeTokenError as error:
         return Inspection(**known, why=str(error))
@@ -111,6 +118,24 @@ def _held_as(found: ExpertScan, fmt: Format | None) -> Iterable[str]:
 def experts_per_token(config: Mapping[str, Any]) -> int:
     """K from a config, or 0 when no known name is in it."""
     return next((v for name in TOP_K_NAMES if isinstance(v := config.get(name), int)), 0)
+
+
+def check_config(found: ExpertScan) -> None:
+    """Refuse a config that contradicts the experts on disk: how many, how wide, how many of them for a token."""
+    config, file = found.checkpoint.text_config, found.checkpoint.path / "config.json"
+
+    def refuse(name: str, group: ExpertGroup, what: str) -> CheckpointError:
+        return CheckpointError(f"{file} says {name} {config[name]}, {group.prefix} has {what}", file=str(file))
+
+    for group in found.groups:
+        for name in TOP_K_NAMES:
+            if isinstance(config.get(name), int) and not 1 <= config[name] <= group.n_experts:
+                raise refuse(name, group, f"{group.n_experts} experts")
+        for name in COUNT_NAMES:
+            if isinstance(config.get(name), int) and config[name] != group.n_experts:
+                raise refuse(name, group, f"{group.n_experts} experts")
+        if isinstance(config.get(WIDTH_NAME), int) and config[WIDTH_NAME] != group.intermediate:
+            raise refuse(WIDTH_NAME, group, f"experts of width {group.intermediate}")
 
 
 def needed_bytes(found: ExpertScan, fmt: Format | None = None) -> tuple[int, int]:

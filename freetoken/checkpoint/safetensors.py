@@ -92,10 +92,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises `CheckpointError` naming file and tensor when something is missing, truncated or contradicts itself.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+    if not str(path) or not os.path.isdir(folder):
+        what = "is a file" if str(path) and os.path.exists(folder) else "does not exist"
         raise CheckpointError(
-            f"{folder} {what}; expected a folder with config.json and *.safetensors", file=str(folder)
+            f"{str(path)[:200] or repr('')} {what}; expected a folder with config.json and *.safetensors",
+            file=str(folder),
         )
     config = _read_json(folder / "config.json")
     sidecar_file = folder / "hf_quant_config.json"
@@ -170,9 +171,8 @@ def _check_overlap(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
-    index = folder / _INDEX
+    index, single = folder / _INDEX, folder / _SINGLE
     if not index.exists():
-        single = folder / _SINGLE
         if not single.exists():
             found = sorted(p.name for p in folder.iterdir())[:8]
             raise CheckpointError(
@@ -182,6 +182,13 @@ def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from tensor to file", file=str(index))
+    if single.exists() and _SINGLE not in weight_map.values():
+        # transformers would take the single file and ignore the index: two checkpoints saved over each other
+        raise CheckpointError(
+            f"{folder} holds both {_SINGLE} and {_INDEX}, which does not name it: two checkpoints in one folder; "
+            "remove the files of the one that is not wanted",
+            file=str(single),
+        )
     tensors: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
@@ -194,9 +201,17 @@ def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
                 file=str(file),
                 tensor=wanted,
             )
-        tensors.update({name: info for name, info in read_header(file).items() if weight_map.get(name) == shard})
+        for name, info in read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{folder}: tensor {name!r} is in both {tensors[name].file.name} and {shard}, and nothing says "
+                    "which one counts; get the checkpoint again",
+                    file=str(file),
+                    tensor=name,
+                )
+            tensors[name] = info
     for name, shard in weight_map.items():
-        if name not in tensors:
+        if name not in tensors or tensors[name].file.name != shard:
             raise CheckpointError(
                 f"{index.name} says that {name!r} is in {shard}, but its header does not have it",
                 file=str(folder / shard),

@@ -36,7 +36,7 @@ def names() -> tuple[str, ...]:
 
 def get(name: str) -> Format:
     """The format of that name; raises `ConfigError` listing the known ones."""
-    fmt = _registry().get(name)
+    fmt = _registry().get(name) if isinstance(name, str) else None
     if fmt is None:
         expected = ", ".join(names())
         raise ConfigError(

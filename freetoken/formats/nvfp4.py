@@ -75,6 +75,9 @@ class NVFP4(Format):
         assert matrix.scales is not None
         if not math.isfinite(matrix.global_scale) or matrix.global_scale <= 0:
             return f"its global scale is {matrix.global_scale}; a positive finite number is expected"
+        factor = 1 / matrix.global_scale if matrix.divides else matrix.global_scale
+        if factor * 6 * 448 > np.finfo(np.float32).max:
+            return f"its global scale of {matrix.global_scale} makes weights that no fp32 holds"
         bad = np.flatnonzero(((matrix.scales & 0x7F) == 0x7F).any(axis=1))
         return f"row {bad[0]} has a NaN block scale" if bad.size else None
 

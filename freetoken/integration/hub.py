@@ -23,12 +23,15 @@ def local_folder(
 
     Raises `CheckpointError` in one line for a path that is not there and for whatever the hub answers.
     """
-    path = Path(path_or_id).expanduser()
     text = str(path_or_id)
-    if path.exists():
-        return path
+    try:
+        path = Path(path_or_id).expanduser()
+        if text and path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not to be searched, of no user
+        raise CheckpointError(f"{text[:200]!r} cannot be looked at: {error}", file=text) from error
     if not _HUB_ID.fullmatch(text) or text.startswith("."):
-        raise CheckpointError(f"{text} does not exist, and it is not a hub id like owner/name", file=text)
+        raise CheckpointError(f"{text or repr(text)} does not exist, and it is not a hub id like owner/name", file=text)
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

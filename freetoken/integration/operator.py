@@ -88,4 +88,5 @@ def _check_fork(forks: int, module: torch.nn.Module, args: object) -> None:
 
 def refuse_after_fork(model: torch.nn.Module) -> None:
     """Make the model raise `UnsupportedError` when it is called in a child of this process."""
-    model.register_forward_pre_hook(functools.partial(_check_fork, _forks))
+    for entry in {model, getattr(model, "base_model", model)}:
+        entry.register_forward_pre_hook(functools.partial(_check_fork, _forks))

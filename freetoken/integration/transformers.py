@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from freetoken import formats, topology
 from freetoken.banks import Bank
-from freetoken.checkpoint.inspect import require_memory
+from freetoken.checkpoint.inspect import check_config, require_memory
 from freetoken.checkpoint.load import fill_banks
 from freetoken.checkpoint.safetensors import open_checkpoint
 from freetoken.checkpoint.scan import scan
@@ -33,12 +34,15 @@ from freetoken.errors import CheckpointError, ConfigError, FreeTokenError
 from freetoken.executor import Executor
 from freetoken.integration.hub import local_folder
 from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward, refuse_after_fork
-from freetoken.integration.plan import LoadPlan, check_top_k
+from freetoken.integration.plan import LoadPlan
 from freetoken.integration.quantizer import FreetokenConfig
 
 logger = logging.getLogger(__name__)
 
 ExpertsInterface.register(IMPLEMENTATION, experts_forward)
+
+_DENSE_LOAD = threading.Lock()
+"""transformers patches itself while it builds a model: two loads at once lose tied weights, for good."""
 
 _OURS = (
     "config", "device_map", "experts_implementation", "gguf_file", "ignore_mismatched_sizes", "output_loading_info",
@@ -83,7 +87,7 @@ def load(
     folder = local_folder(path_or_hub_id, revision, token, trust_remote_code, show)
     found = scan(open_checkpoint(folder))
     require_memory(found, fmt)
-    check_top_k(found)
+    check_config(found)
     with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
         found.check_scales(bar.update)
     config = _read_config(folder, trust_remote_code)
@@ -91,7 +95,8 @@ def load(
     executor = Executor(workers, resolved, machine.why(threads))
     tokenizer = _load_tokenizer(folder, trust_remote_code)
     plan = LoadPlan(found, fmt)
-    model = _load_dense(folder, config, resolved, plan, trust_remote_code, show, model_kwargs)
+    with _DENSE_LOAD:
+        model = _load_dense(folder, config, resolved, plan, trust_remote_code, show, model_kwargs)
     _attach_experts(model, plan, executor, show)
     return model, tokenizer
 

@@ -203,12 +203,24 @@ def test_an_index_that_names_the_wrong_shard(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_of_a_tensor_in_two_shards_the_one_the_index_names_is_read(tmp_path: Path) -> None:
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    """transformers would read one and we might read the other.
+
+    The same goes for two whole checkpoints, below.
+    """
     tensors = two_tensors()
     folder = write_sharded(tmp_path / "f", {}, tensors)
     stale: NDArray[Any] = np.zeros((4, 6), np.float32)
     write_file(folder / "model-00002-of-00002.safetensors", {A: ("F32", stale), B: tensors[B]})
-    np.testing.assert_array_equal(open_checkpoint(folder).read(A), tensors[A][1])
+    with pytest.raises(CheckpointError, match=r"is in both model-00001.* and model-00002"):
+        open_checkpoint(folder)
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    folder = write_sharded(tmp_path / "f", {}, two_tensors())
+    write_file(folder / "model.safetensors", two_tensors())
+    with pytest.raises(CheckpointError, match="two checkpoints in one folder"):
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\0b"])

@@ -165,10 +165,10 @@ def test_a_dense_scale_that_is_no_number(tmp_path: Path) -> None:
 # --- configs ---------------------------------------------------------------------------------------------------------
 
 CONFIGS: dict[str, tuple[dict[str, Any], type[FreeTokenError], tuple[str, ...]]] = {
-    "more experts": ({"num_experts": 5}, CheckpointError, ("experts 4", "with 5")),
-    "fewer experts": ({"num_experts": 3}, CheckpointError, ("experts 4", "with 3")),
-    "no experts": ({"num_experts": 0}, UnsupportedError, ("Qwen3MoeForCausalLM has no experts module",)),
-    "wider experts": ({"moe_intermediate_size": 64}, CheckpointError, ("expert width 32", "with 64")),
+    "more experts": ({"num_experts": 5}, CheckpointError, ("num_experts 5", "has 4 experts")),
+    "fewer experts": ({"num_experts": 3}, CheckpointError, ("num_experts 3", "has 4 experts")),
+    "no experts": ({"num_experts": 0}, CheckpointError, ("num_experts 0", "has 4 experts")),
+    "wider experts": ({"moe_intermediate_size": 64}, CheckpointError, ("moe_intermediate_size 64", "width 32")),
     "another hidden size": ({"hidden_size": 32}, CheckpointError, ("hidden size 64", "hidden_size 32")),
     "fewer layers": ({"num_hidden_layers": 1}, CheckpointError, ("claims the experts model.layers.1.mlp.experts",)),
     "more layers": ({"num_hidden_layers": 3}, CheckpointError, ("model.layers.2.mlp.experts",)),
@@ -177,7 +177,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[FreeTokenError], tuple[str, ...]]]
     "no heads": ({"num_attention_heads": 0}, CheckpointError, ("ZeroDivisionError",)),
     "a larger vocabulary": ({"vocab_size": 100}, CheckpointError, ("[96, 64]", "[100, 64]")),
     "biases": ({"attention_bias": True}, CheckpointError, ("model.layers.0.self_attn.k_proj.bias",)),
-    "too many per token": ({"num_experts_per_tok": 9}, CheckpointError, ("config.json wants 9 experts per token",)),
+    "too many per token": ({"num_experts_per_tok": 9}, CheckpointError, ("num_experts_per_tok 9", "has 4 experts")),
+    "fewer than one per token": ({"num_experts_per_tok": -1}, CheckpointError, ("num_experts_per_tok -1",)),
     "an unknown family": ({"model_type": "nope"}, CheckpointError, ("config.json", "nope")),
     "no family": ({"model_type": None}, CheckpointError, ("config.json",)),
     "a dense family": (
@@ -213,6 +214,21 @@ def test_an_unknown_algorithm_in_the_sidecar(tmp_path: Path) -> None:
     sidecar = {"quantization": {"quant_algo": "W4A8_AWQ"}}
     folder = write_folder(tmp_path / "m", qwen3_config(), qwen3_tensors(), sidecar)
     check_refused(folder, CheckpointError, "hf_quant_config.json", "'W4A8_AWQ'")
+
+
+# --- numbers that are none -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.mlp.gate.weight"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_dense_weight_that_is_no_number(tmp_path: Path, name: str, value: float) -> None:
+    tensors = qwen3_tensors()
+    shape = tensors[name][1].shape
+    array = np.full(shape, 0.5)
+    array.flat[array.size // 2] = value
+    tensors[name] = bf16(array)
+    folder = write_folder(tmp_path / "m", qwen3_config(), tensors)
+    check_refused(folder, CheckpointError, name, "NaN or infinite")
 
 
 # --- arguments and memory --------------------------------------------------------------------------------------------

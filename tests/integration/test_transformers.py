@@ -327,12 +327,21 @@ def test_use_after_fork_is_refused_at_once(model: Any) -> None:
     layer = layer_of(model.model.layers[0].mlp.experts)
     actions = [
         lambda: model(input_ids=PROMPT),
+        lambda: model.model(input_ids=PROMPT),
         lambda: generate(model),
         lambda: layer.run(torch.ones(1, HIDDEN), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)),
     ]
     for action in actions:
         assert in_child(action).startswith(expected)
     assert generate(model, torch.arange(3, 67)[None]) == before
+
+
+def test_loading_in_several_threads(tiny: Path, model: Any) -> None:
+    """transformers patches itself while it builds a model; loads take turns there."""
+    with ThreadPoolExecutor(3) as pool:
+        loaded = list(pool.map(lambda _: freetoken.load(tiny, dtype=torch.float32)[0], range(6)))
+    expected = generate(model)
+    assert [generate(other) for other in loaded] == [expected] * 6
 
 
 def test_two_threads_on_one_model_are_both_right(model: Any) -> None:

@@ -61,7 +61,7 @@ def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto"
     without an int8 tile (bf16) take bf16 instead. Raises `UnsupportedError` for a tier this CPU lacks.
     """
     levels = _levels_up_to(tier)
-    kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels.{fmt.kernels}").kernels()
+    kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels._tile_{fmt.kernels}").kernels()
     choices: list[KernelChoice] = []
     for level in reversed(levels):
         choice = _choose(kernels, level, act, dtype)

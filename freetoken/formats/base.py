@@ -92,7 +92,7 @@ class Format(ABC):
     """Weights along K that share a scale (for a format without scales: the weights of one line)."""
     scale_dtype: ClassVar[type[np.uint8] | type[np.uint16] | None]
     kernels: ClassVar[str]
-    """Module in `freetoken.kernels` that holds the CPU tiles."""
+    """Whose CPU tiles read it, those of `freetoken.kernels._tile_<kernels>`: formats of one layout share them."""
     spellings: ClassVar[tuple[Spelling, ...]]
 
     @property

@@ -74,3 +74,20 @@ def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """(..., K/2) bytes to (..., K) 4-bit codes; the low nibble is the even element."""
     return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+def split_blocks(raw: NDArray[np.uint8], head: int, body: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Rows of blocks, each `head` bytes of scale and `body` bytes of codes, as (N, blocks, head) and (N, blocks, body).
+
+    Both are copies. Raises ValueError when a row is not a whole number of blocks.
+    """
+    if raw.ndim != 2 or raw.shape[1] % (head + body):
+        raise ValueError(f"shape {raw.shape} is not rows of whole blocks of {head + body} bytes")
+    blocks = raw.reshape(len(raw), -1, head + body)
+    return blocks[:, :, :head].copy(), blocks[:, :, head:].copy()
+
+
+def halves_to_pairs(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(..., B/2) bytes of blocks of B codes as ggml packs them, byte j holding j and j + B/2, to low nibble = even."""
+    even, odd = packed[..., 0::2], packed[..., 1::2]
+    return np.concatenate([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], axis=-1)

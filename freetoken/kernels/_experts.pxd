@@ -20,7 +20,7 @@ cdef enum:
 cdef struct matrix:
     # One matrix (or the gate and up pair) of a record.
     ptrdiff_t offset, globals_offset, bias_offset   # from the record's start; bias -1: none
-    ptrdiff_t tile_bytes, tiles, rows, blocks       # rows before padding; blocks along the input dimension
+    ptrdiff_t tile_bytes, tiles, rows, k            # rows before padding; weights along the input dimension
     ptrdiff_t vector_bytes                          # one prepared input vector
 
 
@@ -48,7 +48,7 @@ cdef struct job:
     uint8_t *prepared       # tokens x gate_up.vector_bytes
     uint8_t *hidden         # routes x down.vector_bytes
     float *sums             # threads x tokens x 16
-    float *rows             # threads x max(H, 2 * chunk) floats
+    float *rows             # threads x max(H, block, 16) floats
     ptrdiff_t rows_stride
     ft_barrier barrier
 

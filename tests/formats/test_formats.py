@@ -20,9 +20,9 @@ FORMATS = pytest.mark.parametrize("fmt", [formats.get(name) for name in formats.
 
 # Largest relative Frobenius error on gaussian weights. bf16: half a step is 2**-9, uniformly spread. q8_0: amax of 32
 # gaussians is about 2.2, so a step is 2.2/127 and its error that over sqrt(12). The 4-bit ones are measured.
-ERROR = {"bf16": 0.002, "mxfp4": 0.112, "nvfp4": 0.095, "q8_0": 0.006}
+ERROR = {"bf16": 0.002, "mxfp4": 0.112, "nvfp4": 0.095, "q4_0": 0.088, "q8_0": 0.006}
 
-LARGEST = {"bf16": 3.38e38, "mxfp4": 3.4e38, "nvfp4": 3.4e38, "q8_0": 3.4e38}
+LARGEST = {"bf16": 3.38e38, "mxfp4": 3.4e38, "nvfp4": 3.4e38, "q4_0": 3.4e38, "q8_0": 3.4e38}
 """Weights up to which quantize gives finite values (bf16's own largest number is 3.3895e38)."""
 
 
@@ -144,10 +144,10 @@ def test_huge_and_tiny_weights_stay_numbers(fmt: Format, size: float) -> None:
     assert np.isfinite(values).all()
     assert fmt.find_bad(matrix) is None
     assert np.abs(values).max() <= 1.5 * float(np.abs(weights).max())
-    if fmt.name != "q8_0" and size >= 1e-30:  # q8_0: fp16 scales end at 6e-8 and 65504
+    if fmt.scale_dtype is not np.uint16 and size >= 1e-30:  # fp16 scales end at 6e-8 and 65504
         assert relative_error(matrix, weights) < 0.15
-    if fmt.name == "q8_0" and size == 1e38:
-        assert np.abs(values).max() == 127 * 65504, "saturates"
+    if fmt.scale_dtype is np.uint16 and size == 1e38:
+        assert np.abs(values).max() == {"q4_0": 8, "q8_0": 127}[fmt.name] * 65504, "saturates"
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------------
@@ -253,6 +253,7 @@ def test_sizes(fmt: Format) -> None:
 BAD_SCALES = {
     "mxfp4": ([255], [0, 1, 254]),
     "nvfp4": ([0x7F, 0xFF], [0, 1, 0x7E, 0x80, 0xFE]),
+    "q4_0": ([0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF], [0, 1, 0x7BFF, 0x8000, 0xFBFF]),
     "q8_0": ([0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF], [0, 1, 0x7BFF, 0x8000, 0xFBFF]),
 }
 
@@ -322,3 +323,11 @@ def test_q8_0_value() -> None:
     for half in (np.float16(2**-24), np.float16(0.1), np.float16(65504), np.float16(-3)):
         values = fmt.dequantize64(Matrix(fmt, codes, half.reshape(1, 1).view(np.uint16)))
         np.testing.assert_array_equal(values, np.full((1, 32), -128 * float(half)))
+
+
+def test_q4_0_value() -> None:
+    fmt = formats.get("q4_0")
+    codes = np.full((1, 16), 0xF3, np.uint8)  # -5 at even k, 7 at odd
+    for half in (np.float16(2**-24), np.float16(0.1), np.float16(65504), np.float16(-3)):
+        values = fmt.dequantize64(Matrix(fmt, codes, half.reshape(1, 1).view(np.uint16)))
+        np.testing.assert_array_equal(values, np.tile([-5, 7], (1, 16)) * float(half))

@@ -108,10 +108,13 @@ def test_logits_of_checkpoints_made_here(tmp_path: Path, dialect: str) -> None:
 # --- experts quantized while loading ---------------------------------------------------------------------------------
 
 
-def through_gguf(weights: torch.Tensor) -> torch.Tensor:
-    """q8_0 and back by llama.cpp's Python package."""
-    kind = gguf.GGMLQuantizationType.Q8_0
-    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weights.numpy(), kind), kind))
+def through_gguf(kind: gguf.GGMLQuantizationType) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A type of ggml's and back by llama.cpp's Python package."""
+
+    def change(weights: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weights.numpy(), kind), kind))
+
+    return change
 
 
 def through_oracle(name: str, role_names: dict[str, str]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -131,7 +134,8 @@ def through_oracle(name: str, role_names: dict[str, str]) -> Callable[[torch.Ten
 
 QUANTIZERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bf16": lambda weights: weights,
-    "q8_0": through_gguf,
+    "q4_0": through_gguf(gguf.GGMLQuantizationType.Q4_0),
+    "q8_0": through_gguf(gguf.GGMLQuantizationType.Q8_0),
     "nvfp4": through_oracle("nvfp4", {"codes": "weight", "scales": "weight_scale", "global": "weight_scale_2"}),
     "mxfp4": through_oracle("mxfp4", {"codes": "weight_packed", "scales": "weight_scale"}),
 }

@@ -277,14 +277,15 @@ def test_zero_activations_give_exact_zeros(fmt: Format, kernel: TileKernel) -> N
 # fp32, in every tile function.
 
 
-ONE = {"bf16": (0x3F80, None), "mxfp4": (2, 127), "nvfp4": (2, 0x38), "q8_0": (1, 0x3C00)}
-"""Code and scale of exactly 1 in each format, with a global scale of 1."""
+ONE = {"bf16": (0x3F80, None), "mxfp4": (2, 127), "nvfp4": (2, 0x38), "q4_0": (9, 0x3C00), "q8_0": (1, 0x3C00)}
+ZERO = {"q4_0": 8}
+"""Code and scale of exactly 1 in each format, with a global scale of 1; and the code of 0 where that is not 0."""
 
 
 def identity(fmt: Format, n: int, k: int) -> Matrix:
     """Ones on the diagonal, exactly (quantize would choose other scales, which need not divide)."""
     code, scale = ONE[fmt.name]
-    codes = (code * np.eye(n, k)).astype(np.uint16 if fmt.bits == 16 else np.uint8)
+    codes = np.where(np.eye(n, k), code, ZERO.get(fmt.name, 0)).astype(np.uint16 if fmt.bits == 16 else np.uint8)
     packed = pack_nibbles(codes) if fmt.bits == 4 else codes.view(np.uint8)
     return Matrix(fmt, packed, None if scale is None else np.full((n, k // fmt.block), scale, fmt.scale_dtype))
 
@@ -330,12 +331,24 @@ def test_every_e4m3_scale(fmt: Format, kernel: TileKernel) -> None:
     np.testing.assert_array_equal(out, wanted.astype(np.float32))
 
 
+def fp16_scales() -> NDArray[np.uint16]:
+    """(96, 1) bits: subnormals, zeros, negatives, the largest and others; no NaN or infinity."""
+    edges = [0, 1, 2, 3, 0x1FF, 0x3FF, 0x400, 0x401, 0x3C00, 0x7BFF]
+    others = np.random.default_rng(6).integers(0, 0x7C00, 76)
+    return np.array([*edges, *[0x8000 | e for e in edges], *others], np.uint16).reshape(96, 1)
+
+
+@for_kernels(lambda fmt: fmt.name == "q4_0")
+def test_every_q4_0_code_with_fp16_scales(fmt: Format, kernel: TileKernel) -> None:
+    out, wanted = run_down(kernel, Matrix(fmt, random_nibbles(96, 32), fp16_scales()), 0)
+    np.testing.assert_array_equal(out, wanted.astype(np.float32))
+
+
 @for_kernels(lambda fmt: fmt.name == "q8_0")
 def test_fp16_scales_and_the_lowest_int8(fmt: Format, kernel: TileKernel) -> None:
-    """Code -128, which ggml never writes but a file may hold; fp16 subnormals, zeros, negatives and the largest."""
+    """Code -128, which ggml never writes but a file may hold."""
     rng = np.random.default_rng(5)
-    edges = [0, 1, 2, 3, 0x1FF, 0x3FF, 0x400, 0x401, 0x3C00, 0x7BFF]
-    scales = np.array([*edges, *[0x8000 | e for e in edges], *rng.integers(0, 0x7C00, 76)], np.uint16).reshape(96, 1)
+    scales = fp16_scales()
     codes = rng.integers(-128, 128, (96, 32)).astype(np.int8)
     codes[::3] = -128
     codes[1::3, ::2] = -128
@@ -364,7 +377,7 @@ def test_all_zero_blocks(fmt: Format, kernel: TileKernel) -> None:
     weights[:, block:] = rng.integers(-6, 7, (hidden, block)) // 2
     down = fmt.quantize(weights)
     assert down.scales is not None
-    largest = {"mxfp4": 254, "nvfp4": 0x7E, "q8_0": 0x7BFF}[fmt.name]
+    largest = {"mxfp4": 254, "nvfp4": 0x7E, "q4_0": 0x7BFF, "q8_0": 0x7BFF}[fmt.name]
     for scale in (0, 1, largest):
         scales = down.scales.copy()
         scales[:, 0] = scale
@@ -380,7 +393,12 @@ def test_mixed_edge_scales_in_one_row(fmt: Format, kernel: TileKernel) -> None:
     """Several blocks with very different scales: rounding stays within fp32's of the sum of magnitudes."""
     rng = np.random.default_rng(11)
     hidden, inner = 7 * 32, 6 * fmt.block
-    edges = {"mxfp4": [0, 1, 64, 126, 127, 254], "nvfp4": [0, 1, 7, 0x87, 0x38, 0x7E], "q8_0": [0, 1, 0x3FF, 0xBC00]}
+    edges = {
+        "mxfp4": [0, 1, 64, 126, 127, 254],
+        "nvfp4": [0, 1, 7, 0x87, 0x38, 0x7E],
+        "q4_0": [0, 1, 0x3FF, 0xBC00],
+        "q8_0": [0, 1, 0x3FF, 0xBC00],
+    }
     scales = rng.choice(edges[fmt.name], (hidden, 6)).astype(fmt.scale_dtype)
     codes = rng.integers(0, 256, (hidden, inner * fmt.bits // 8)).astype(np.uint8)
     down = Matrix(fmt, codes, scales)

@@ -40,7 +40,7 @@ HALF = Activation("swiglu_clamped", 0.0, 3e38)
 
 def table(fmt: Format) -> list[TileKernel]:
     """All tile functions of a format, whether or not this CPU can run them."""
-    kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels.{fmt.kernels}").kernels()
+    kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels._tile_{fmt.kernels}").kernels()
     return kernels
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,7 +28,7 @@ class MXFP4(Format):
     block = 32
     scale_dtype = np.uint8
     kernels = "mxfp4"
-    spellings = (
+    spellings: ClassVar[tuple[Spelling, ...]] = (
         Spelling(
             "compressed-tensors",
             {"codes": ("weight_packed", ("U8",)), "scales": ("weight_scale", ("U8", "F8_E8M0"))},

@@ -20,9 +20,9 @@ FORMATS = pytest.mark.parametrize("fmt", [formats.get(name) for name in formats.
 
 # Largest relative Frobenius error on gaussian weights. bf16: half a step is 2**-9, uniformly spread. q8_0: amax of 32
 # gaussians is about 2.2, so a step is 2.2/127 and its error that over sqrt(12). The 4-bit ones are measured.
-ERROR = {"bf16": 0.002, "mxfp4": 0.112, "nvfp4": 0.095, "q4_0": 0.088, "q8_0": 0.006}
+ERROR = {"bf16": 0.002, "ds_fp4": 0.112, "mxfp4": 0.112, "nvfp4": 0.095, "q4_0": 0.088, "q8_0": 0.006}
 
-LARGEST = {"bf16": 3.38e38, "mxfp4": 3.4e38, "nvfp4": 3.4e38, "q4_0": 3.4e38, "q8_0": 3.4e38}
+LARGEST = dict.fromkeys(formats.names(), 3.4e38) | {"bf16": 3.38e38}
 """Weights up to which quantize gives finite values (bf16's own largest number is 3.3895e38)."""
 
 
@@ -63,7 +63,7 @@ def test_names_are_the_formats() -> None:
 
 
 def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match="unknown expert format 'q9'; known formats: bf16, mxfp4") as caught:
+    with pytest.raises(ConfigError, match="unknown expert format 'q9'; known formats: bf16, ds_fp4, mxfp4") as caught:
         formats.get("q9")
     assert caught.value.value == "q9"
 
@@ -251,6 +251,7 @@ def test_sizes(fmt: Format) -> None:
 # --- scales that are no numbers ---------------------------------------------------------------------------------------
 
 BAD_SCALES = {
+    "ds_fp4": ([255], [0, 1, 254]),
     "mxfp4": ([255], [0, 1, 254]),
     "nvfp4": ([0x7F, 0xFF], [0, 1, 0x7E, 0x80, 0xFE]),
     "q4_0": ([0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF], [0, 1, 0x7BFF, 0x8000, 0xFBFF]),
@@ -299,8 +300,9 @@ def test_find_bad_bf16(bits: int) -> None:
 # --- values by hand ---------------------------------------------------------------------------------------------------
 
 
-def test_mxfp4_value() -> None:
-    fmt = formats.get("mxfp4")
+@pytest.mark.parametrize("name", ["mxfp4", "ds_fp4"])
+def test_mxfp4_value(name: str) -> None:
+    fmt = formats.get(name)
     codes = np.full((1, 16), 0xF1, np.uint8)  # 0.5 at even k, -6 at odd
     for scale in (0, 1, 126, 127, 128, 250):
         values = fmt.dequantize64(Matrix(fmt, codes, np.uint8([[scale]])))
@@ -331,3 +333,13 @@ def test_q4_0_value() -> None:
     for half in (np.float16(2**-24), np.float16(0.1), np.float16(65504), np.float16(-3)):
         values = fmt.dequantize64(Matrix(fmt, codes, half.reshape(1, 1).view(np.uint16)))
         np.testing.assert_array_equal(values, np.tile([-5, 7], (1, 16)) * float(half))
+
+
+def test_ds_fp4_is_mxfp4_by_another_name() -> None:
+    weights = gaussian(20, 96)
+    ours, theirs = formats.get("ds_fp4").quantize(weights), formats.get("mxfp4").quantize(weights)
+    assert ours.scales is not None and theirs.scales is not None
+    np.testing.assert_array_equal(ours.codes, theirs.codes)
+    np.testing.assert_array_equal(ours.scales, theirs.scales)
+    np.testing.assert_array_equal(ours.format.pack(ours), theirs.format.pack(theirs))
+    assert ours.format.kernels == theirs.format.kernels

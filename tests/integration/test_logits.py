@@ -137,6 +137,7 @@ QUANTIZERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "q4_0": through_gguf(gguf.GGMLQuantizationType.Q4_0),
     "q8_0": through_gguf(gguf.GGMLQuantizationType.Q8_0),
     "nvfp4": through_oracle("nvfp4", {"codes": "weight", "scales": "weight_scale", "global": "weight_scale_2"}),
+    "ds_fp4": through_oracle("ds_fp4", {"codes": "weight_packed", "scales": "weight_scale"}),
     "mxfp4": through_oracle("mxfp4", {"codes": "weight_packed", "scales": "weight_scale"}),
 }
 

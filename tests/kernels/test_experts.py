@@ -277,7 +277,14 @@ def test_zero_activations_give_exact_zeros(fmt: Format, kernel: TileKernel) -> N
 # fp32, in every tile function.
 
 
-ONE = {"bf16": (0x3F80, None), "mxfp4": (2, 127), "nvfp4": (2, 0x38), "q4_0": (9, 0x3C00), "q8_0": (1, 0x3C00)}
+ONE = {
+    "bf16": (0x3F80, None),
+    "ds_fp4": (2, 127),
+    "mxfp4": (2, 127),
+    "nvfp4": (2, 0x38),
+    "q4_0": (9, 0x3C00),
+    "q8_0": (1, 0x3C00),
+}
 ZERO = {"q4_0": 8}
 """Code and scale of exactly 1 in each format, with a global scale of 1; and the code of 0 where that is not 0."""
 
@@ -313,7 +320,7 @@ def random_nibbles(n: int, k: int) -> NDArray[np.uint8]:
     return pack_nibbles(np.random.default_rng(3).integers(0, 16, (n, k)).astype(np.uint8))
 
 
-@for_kernels(lambda fmt: fmt.name == "mxfp4")
+@for_kernels(lambda fmt: fmt.kernels == "mxfp4")
 def test_every_e8m0_scale(fmt: Format, kernel: TileKernel) -> None:
     """From code 0, 2**-127, itself subnormal, to 254, 2**127; x = 2**-14 keeps all products in fp32's range."""
     scales = np.minimum(np.arange(256), 254).astype(np.uint8).reshape(256, 1)
@@ -377,7 +384,7 @@ def test_all_zero_blocks(fmt: Format, kernel: TileKernel) -> None:
     weights[:, block:] = rng.integers(-6, 7, (hidden, block)) // 2
     down = fmt.quantize(weights)
     assert down.scales is not None
-    largest = {"mxfp4": 254, "nvfp4": 0x7E, "q4_0": 0x7BFF, "q8_0": 0x7BFF}[fmt.name]
+    largest = {"ds_fp4": 254, "mxfp4": 254, "nvfp4": 0x7E, "q4_0": 0x7BFF, "q8_0": 0x7BFF}[fmt.name]
     for scale in (0, 1, largest):
         scales = down.scales.copy()
         scales[:, 0] = scale
@@ -394,6 +401,7 @@ def test_mixed_edge_scales_in_one_row(fmt: Format, kernel: TileKernel) -> None:
     rng = np.random.default_rng(11)
     hidden, inner = 7 * 32, 6 * fmt.block
     edges = {
+        "ds_fp4": [0, 1, 64, 126, 127, 254],
         "mxfp4": [0, 1, 64, 126, 127, 254],
         "nvfp4": [0, 1, 7, 0x87, 0x38, 0x7E],
         "q4_0": [0, 1, 0x3FF, 0xBC00],

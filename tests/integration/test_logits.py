@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from transformers.integrations import finegrained_fp8
 
 import freetoken
 from freetoken import formats
@@ -117,6 +119,16 @@ def through_gguf(kind: gguf.GGMLQuantizationType) -> Callable[[torch.Tensor], to
     return change
 
 
+def through_transformers(weights: torch.Tensor) -> torch.Tensor:
+    """fp8_block and back in transformers' operations; the grid is padded, which its quantization does not do itself."""
+    n, k = weights.shape
+    config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
+    padded = torch.nn.functional.pad(weights.float(), (0, -k % 128, 0, -n % 128))
+    parts = finegrained_fp8.Fp8Quantize(SimpleNamespace(quantization_config=config))._quantize_one("weight", padded)
+    whole = finegrained_fp8.Fp8Dequantize(None)._dequantize_one(*parts.values(), output_dtype=torch.float32)
+    return whole[:n, :k].contiguous()
+
+
 def through_oracle(name: str, role_names: dict[str, str]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Quantized by our format, dequantized by the oracle."""
 
@@ -134,6 +146,7 @@ def through_oracle(name: str, role_names: dict[str, str]) -> Callable[[torch.Ten
 
 QUANTIZERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bf16": lambda weights: weights,
+    "fp8_block": through_transformers,
     "q4_0": through_gguf(gguf.GGMLQuantizationType.Q4_0),
     "q8_0": through_gguf(gguf.GGMLQuantizationType.Q8_0),
     "nvfp4": through_oracle("nvfp4", {"codes": "weight", "scales": "weight_scale", "global": "weight_scale_2"}),

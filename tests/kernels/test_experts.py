@@ -56,17 +56,18 @@ SCALED_KERNELS = for_kernels(lambda fmt: fmt.scale_dtype is not None)
 SHAPES = [
     *[(2, 2), (10, 18), (6, 88), (88, 6), (18, 34)],  # bf16
     *[(16, 16), (48, 80), (16, 640), (2880, 16)],  # and nvfp4
+    *[(4, 12), (88, 88), (132, 260)],  # fp8_block
     *[(32, 32), (96, 64), (32, 160), (2880, 32), (32, 2880), (32, 768), (64, 1408)],
 ]
 
 
 def shapes_of(fmt: Format) -> list[tuple[int, int]]:
-    return [shape for shape in SHAPES if all(width % fmt.block == 0 for width in shape)]
+    return [shape for shape in SHAPES if all(width % fmt.width_step == 0 for width in shape)]
 
 
 def small(fmt: Format) -> tuple[int, int]:
-    """(H, I) of three and five blocks, more than one tile: odd in every way that the format allows."""
-    return {2: (38, 22), 16: (48, 80)}.get(fmt.block, (3 * fmt.block, 5 * fmt.block))
+    """(H, I) of about three and five blocks, more than one tile: odd in every way that the format allows."""
+    return {2: (38, 22), 16: (48, 80), 128: (300, 404)}.get(fmt.block, (3 * fmt.block, 5 * fmt.block))
 
 
 @dataclass(frozen=True)
@@ -280,6 +281,7 @@ def test_zero_activations_give_exact_zeros(fmt: Format, kernel: TileKernel) -> N
 ONE = {
     "bf16": (0x3F80, None),
     "ds_fp4": (2, 127),
+    "fp8_block": (0x38, 0x3F800000),
     "mxfp4": (2, 127),
     "nvfp4": (2, 0x38),
     "q4_0": (9, 0x3C00),
@@ -294,7 +296,7 @@ def identity(fmt: Format, n: int, k: int) -> Matrix:
     code, scale = ONE[fmt.name]
     codes = np.where(np.eye(n, k), code, ZERO.get(fmt.name, 0)).astype(np.uint16 if fmt.bits == 16 else np.uint8)
     packed = pack_nibbles(codes) if fmt.bits == 4 else codes.view(np.uint8)
-    return Matrix(fmt, packed, None if scale is None else np.full((n, k // fmt.block), scale, fmt.scale_dtype))
+    return Matrix(fmt, packed, None if scale is None else np.full((n, fmt.n_blocks(k)), scale, fmt.scale_dtype))
 
 
 def run_down(kernel: TileKernel, down: Matrix, exponent: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
@@ -345,6 +347,19 @@ def fp16_scales() -> NDArray[np.uint16]:
     return np.array([*edges, *[0x8000 | e for e in edges], *others], np.uint16).reshape(96, 1)
 
 
+@for_kernels(lambda fmt: fmt.name == "fp8_block")
+@pytest.mark.parametrize("scale", [1.0, -0.1, 2.0**-126, 2.0**-149, 3e30])
+def test_every_e4m3_weight(fmt: Format, kernel: TileKernel, scale: float) -> None:
+    """One weight a row, so that sums are exact: every code but the NaNs, in every place of ragged blocks."""
+    row, inner = np.arange(512), 128 + 20
+    codes = np.zeros((512, inner), np.uint8)
+    codes[row, row * 37 % inner] = np.where(row & 0x7F == 0x7F, row - 1, row)
+    scales = np.full((512, 2), scale, np.float32)
+    out, wanted = run_down(kernel, Matrix(fmt, codes, scales.view(np.uint32)), 0)
+    np.testing.assert_array_equal(out, wanted.astype(np.float32))
+    assert np.count_nonzero(wanted) > 400
+
+
 @for_kernels(lambda fmt: fmt.name == "q4_0")
 def test_every_q4_0_code_with_fp16_scales(fmt: Format, kernel: TileKernel) -> None:
     out, wanted = run_down(kernel, Matrix(fmt, random_nibbles(96, 32), fp16_scales()), 0)
@@ -384,7 +399,9 @@ def test_all_zero_blocks(fmt: Format, kernel: TileKernel) -> None:
     weights[:, block:] = rng.integers(-6, 7, (hidden, block)) // 2
     down = fmt.quantize(weights)
     assert down.scales is not None
-    largest = {"ds_fp4": 254, "mxfp4": 254, "nvfp4": 0x7E, "q4_0": 0x7BFF, "q8_0": 0x7BFF}[fmt.name]
+    largest = {"ds_fp4": 254, "fp8_block": 0x7F7FFFFF, "mxfp4": 254, "nvfp4": 0x7E, "q4_0": 0x7BFF, "q8_0": 0x7BFF}[
+        fmt.name
+    ]
     for scale in (0, 1, largest):
         scales = down.scales.copy()
         scales[:, 0] = scale
@@ -399,9 +416,10 @@ def test_all_zero_blocks(fmt: Format, kernel: TileKernel) -> None:
 def test_mixed_edge_scales_in_one_row(fmt: Format, kernel: TileKernel) -> None:
     """Several blocks with very different scales: rounding stays within fp32's of the sum of magnitudes."""
     rng = np.random.default_rng(11)
-    hidden, inner = 7 * 32, 6 * fmt.block
+    hidden, inner = 7 * max(32, fmt.block), 6 * fmt.block
     edges = {
         "ds_fp4": [0, 1, 64, 126, 127, 254],
+        "fp8_block": [0, 1, 0x00800000, 0x3F800001, 0xBF800000, 0x71800000],
         "mxfp4": [0, 1, 64, 126, 127, 254],
         "nvfp4": [0, 1, 7, 0x87, 0x38, 0x7E],
         "q4_0": [0, 1, 0x3FF, 0xBC00],
@@ -409,6 +427,8 @@ def test_mixed_edge_scales_in_one_row(fmt: Format, kernel: TileKernel) -> None:
     }
     scales = rng.choice(edges[fmt.name], (hidden, 6)).astype(fmt.scale_dtype)
     codes = rng.integers(0, 256, (hidden, inner * fmt.bits // 8)).astype(np.uint8)
+    if fmt.name == "fp8_block":
+        codes[codes & 0x7F == 0x7F] = 0
     down = Matrix(fmt, codes, scales)
     out, wanted = run_down(kernel, down, -14)
     magnitude = np.abs(fmt.dequantize64(down)).sum(axis=1) * np.ldexp(64, -14)
@@ -442,8 +462,8 @@ def guard_params() -> list[ParameterSet]:
     found = []
     for param in kernel_params():
         fmt, kernel = param.values
-        for shape in ((fmt.block, fmt.block), (10, 18), (6, 88), small(fmt)):
-            if not any(width % fmt.block for width in shape):
+        for shape in ((fmt.block, fmt.block), (10, 18), (6, 88), (4, 88), small(fmt)):
+            if not any(width % fmt.width_step for width in shape):
                 name = f"{param.id}-{shape[0]}x{shape[1]}"
                 found.append(pytest.param(fmt, kernel, shape, id=name, marks=param.marks))
     return found

@@ -36,7 +36,10 @@ mistake in decoding, which gives errors of the order of 1."""
 
 @dataclass(frozen=True)
 class Activation:
-    """The gated activation between gate/up and down: "silu", or "swiglu_clamped" with alpha and limit."""
+    """The gated activation between gate and up, as `kernels.reference.activate` defines it.
+
+    kind: "silu", "silu_limited" with limit, or "swiglu_clamped" with alpha and limit.
+    """
 
     kind: str = "silu"
     alpha: float = 0.0

@@ -15,6 +15,7 @@ cdef extern from "barrier.h" nogil:
 cdef enum:
     SILU = 0    # g * sigmoid(g) * u
     SWIGLU_CLAMPED = 1  # min(g, limit) * sigmoid(alpha * g) * (clamp(u, +-limit) + 1)
+    SILU_LIMITED = 2    # min(g, limit) * sigmoid(g) * clamp(u, +-limit)
 
 
 cdef struct matrix:

@@ -179,7 +179,10 @@ cdef void activate(const job *j, const float *gate, const float *up, float *out)
             # comparisons in this order keep a NaN
             g = j.limit if gate[i] > j.limit else gate[i]
             u = j.limit if up[i] > j.limit else (-j.limit if up[i] < -j.limit else up[i])
-            out[i] = g / (1 + expf(-j.alpha * g)) * (u + 1)
+            if j.activation == SILU_LIMITED:
+                out[i] = g / (1 + expf(-g)) * u
+            else:
+                out[i] = g / (1 + expf(-j.alpha * g)) * (u + 1)
 
 
 cdef void gate_up_chunk(const job *j, ptrdiff_t group, ptrdiff_t chunk, ptrdiff_t chunk_tiles, float *h) noexcept nogil:
@@ -299,6 +302,9 @@ cdef class Scratch:
         return self.size
 
 
+cdef dict GATED = {"silu": SILU, "silu_limited": SILU_LIMITED, "swiglu_clamped": SWIGLU_CLAMPED}
+
+
 cdef inline size_t aligned(size_t n) noexcept nogil:
     return (n + 63) & ~<size_t> 63
 
@@ -308,8 +314,8 @@ cdef class ExpertLayer:
 
     bank: (E, record_bytes) uint8, C-contiguous, of records laid out as `layout` says; it is borrowed and kept alive.
     layout: a `freetoken.formats.record.RecordLayout`. kernel: one of its format's tile functions.
-    activation: "silu" or "swiglu_clamped" with alpha and limit. round_bf16: round activations to bf16 before an
-    fp32 tile function (what a bf16 tile function does by itself).
+    activation: "silu", "silu_limited" with limit or "swiglu_clamped" with alpha and limit (`reference.activate`).
+    round_bf16: round activations to bf16 before an fp32 tile function (what a bf16 tile function does by itself).
     """
 
     cdef job template
@@ -326,8 +332,8 @@ cdef class ExpertLayer:
             raise ValueError(f"bank is {bank.shape[0]} x {bank.shape[1]} bytes, records have {layout.nbytes}")
         if kernel.format != layout.format.kernels:
             raise ValueError(f"{kernel!r} cannot read records of {layout.format.name}")
-        if activation not in ("silu", "swiglu_clamped"):
-            raise ValueError(f"unknown activation {activation!r}, expected silu or swiglu_clamped")
+        if activation not in GATED:
+            raise ValueError(f"unknown activation {activation!r}, expected one of {', '.join(GATED)}")
         memset(j, 0, sizeof(job))
         self.owner = bank
         self.n_experts = bank.shape[0]
@@ -338,7 +344,7 @@ cdef class ExpertLayer:
         j.line = layout.format.line_k
         j.kernel = kernel.entry
         j.round_bf16 = round_bf16
-        j.activation = SILU if activation == "silu" else SWIGLU_CLAMPED
+        j.activation = GATED[activation]
         j.alpha = alpha
         j.limit = limit
         self.describe(&j.gate_up, layout, "gate_up", layout.intermediate, layout.hidden)

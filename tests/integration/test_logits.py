@@ -26,6 +26,7 @@ from tests.support.oracle import dequantize_folder, dequantize_matrix, map_exper
 BOUND = 1e-4
 LOADS = {  # folder -> format of its experts
     "bf16-transformers-deepseekv3": "bf16",
+    "bf16-transformers-deepseekv4": "bf16",
     "bf16-transformers-gptoss": "bf16",
     "bf16-transformers-mixtral": "bf16",
     "bf16-transformers-qwen3moe": "bf16",
@@ -41,7 +42,6 @@ LOADS = {  # folder -> format of its experts
     "nvfp4a16-modelopt-qwen3moe": "nvfp4",
 }
 REFUSED = {  # folder -> what the error says
-    "bf16-transformers-deepseekv4": (freetoken.UnsupportedError, "DeepseekV4Experts applies an activation"),
     "fp4-deepseekv4-constructed": (freetoken.CheckpointError, "quant_method 'fp8'"),
     "fp8block-llmcompressor-qwen3moe256": (freetoken.CheckpointError, "'float-quantized'"),
     "fp8block-transformers-qwen3moe256": (freetoken.CheckpointError, "quant_method 'fp8'"),

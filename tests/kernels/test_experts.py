@@ -27,6 +27,7 @@ from freetoken.kernels import _tile_nvfp4, reference
 from freetoken.kernels._experts import ExpertLayer, Scratch
 from freetoken.kernels._isa import TileKernel
 from tests.support.experts import (
+    DEEPSEEK_V4,
     GPT_OSS,
     HALF,
     SILU,
@@ -154,17 +155,29 @@ def test_round_bf16_rounds_what_an_fp32_tile_sees(fmt: Format, kernel: TileKerne
     check_matches_reference(case, out, "bf16" if kernel.act == "fp32" else kernel.act)
 
 
+@pytest.mark.parametrize("how", [GPT_OSS, DEEPSEEK_V4], ids=["gpt-oss", "deepseek-v4"])
 @KERNELS
-def test_clamps(fmt: Format, kernel: TileKernel) -> None:
+def test_clamps(fmt: Format, kernel: TileKernel, how: Activation) -> None:
     """Inputs so large that gate and up pass the limit on every side that has one."""
-    case = make_case(fmt, small(fmt), True, GPT_OSS, 5)
+    case = make_case(fmt, small(fmt), True, how, 5)
     x, routes = 20 * case.x, case.routes
     expert = case.layout.unpack(case.bank[routes[0][0, 0]])
     for matrix, sides in ((expert.gate, (1,)), (expert.up, (-1, 1))):
-        assert all((side * (x[:1] @ matrix.dequantize().T) > 1.5 * GPT_OSS.limit).any() for side in sides)
-    out = run(kernel, case.layout, case.bank, x, *routes, GPT_OSS)
-    wanted, slack = run_layer_rounded(kernel.act, case.bank, case.layout, x, *routes, GPT_OSS)
+        assert all((side * (x[:1] @ matrix.dequantize().T) > 1.5 * how.limit).any() for side in sides)
+    out = run(kernel, case.layout, case.bank, x, *routes, how)
+    wanted, slack = run_layer_rounded(kernel.act, case.bank, case.layout, x, *routes, how)
     check_close(out, wanted, reference.ERROR_BOUND["fp32"], slack)
+
+
+@pytest.mark.parametrize("how", [SILU, DEEPSEEK_V4], ids=["silu", "deepseek-v4"])
+@KERNELS
+@pytest.mark.parametrize("value", [np.nan, -np.nan])
+def test_a_nan_passes_activations(fmt: Format, kernel: TileKernel, value: float, how: Activation) -> None:
+    case = make_case(fmt, small(fmt), False, how, 2)
+    x = case.x.copy()
+    x[1] = value
+    out = run(kernel, case.layout, case.bank, x, *case.routes, how)
+    assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
 
 
 @KERNELS
@@ -511,7 +524,9 @@ def test_refuses_a_bank_that_does_not_fit_the_layout(plain: Case) -> None:
 
 
 def test_refuses_an_unknown_activation(plain: Case) -> None:
-    with pytest.raises(ValueError, match="unknown activation 'gelu'"):
+    with pytest.raises(
+        ValueError, match="unknown activation 'gelu', expected one of silu, silu_limited, swiglu_clamped"
+    ):
         ExpertLayer(plain.bank, plain.layout, scalar(plain), "gelu")
 
 

@@ -37,7 +37,10 @@ mistake in decoding, which gives errors of the order of 1."""
 
 @dataclass(frozen=True)
 class Activation:
-    """The gated activation between gate/up and down: "silu", or "swiglu_clamped" with alpha and limit."""
+    """The gated activation between gate and up, as `kernels.reference.activate` defines it.
+
+    kind: "silu", "silu_limited" with limit, or "swiglu_clamped" with alpha and limit.
+    """
 
     kind: str = "silu"
     alpha: float = 0.0
@@ -62,7 +65,7 @@ def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto"
     without an int8 tile (bf16) take bf16 instead. Raises `UnsupportedError` for a tier this CPU lacks.
     """
     levels = _levels_up_to(tier)
-    kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels.{fmt.kernels}").kernels()
+    kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels._tile_{fmt.kernels}").kernels()
     choices: list[KernelChoice] = []
     for level in reversed(levels):
         choice = _choose(kernels, level, act, dtype)

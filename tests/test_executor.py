@@ -70,7 +70,7 @@ def test_choices_go_down_from_the_best_tier_to_scalar(fmt: Format, act: str, dty
     acts = {choice.act for choice in choices}
     if act == "auto":
         assert acts <= ({"bf16", "fp32"} if dtype == torch.bfloat16 else {"fp32"})
-    elif act == "int8" and fmt.name == "bf16":
+    elif act == "int8" and fmt.name in ("bf16", "fp8_block"):
         assert acts == {"bf16"}
     else:
         assert acts == {act}
@@ -110,7 +110,7 @@ def test_a_tier_that_this_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_forced_activation_precision(fmt: Format, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FREETOKEN_CPU_ACT", act)
     layer = bind(fmt)
-    in_force = "bf16" if act == "int8" and fmt.name == "bf16" else act
+    in_force = "bf16" if act == "int8" and fmt.name in ("bf16", "fp8_block") else act
     assert layer.choice.act == in_force
     x, ids, weights = make_input(7)
     out, expected = layer.run(x, ids, weights).numpy(), expected_of(layer.bank, x, ids, weights)

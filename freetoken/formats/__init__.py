@@ -2,7 +2,7 @@
 
 To add one: `formats/<name>.py` with a `Format` subclass and `FORMAT = <it>()` (sections, NumPy quantize and dequantize,
 checkpoint spellings), `kernels/tile_<name>.h` with its tiles (scalar first), and `kernels/_tile_<name>.pyx` that lists
-them. Nothing else names formats.
+them, unless it shares another's (`Format.kernels`). Nothing else names formats.
 
     checkpoint tensors --spelling--> Matrix (row-major codes, scales, global) --record.pack--> record in a bank
 """

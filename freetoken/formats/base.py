@@ -5,6 +5,8 @@ into the tiles that every kernel reads. Tiles (design D1): 16 rows, one row per 
 dimension 16 scales, then lines of 64 bytes holding 4 consecutive source bytes of each of the 16 rows.
 
     tile = blocks; block = [16 scales][line][line]...; line = [row 0: 4 bytes][row 1: 4 bytes]...[row 15: 4 bytes]
+
+In a format whose width need not be a multiple of its block, the last block is shorter: its scales and fewer lines.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from freetoken.errors import FormatError
 TILE_ROWS = 16
 LINE_BYTES = 64
 LANE_BYTES = 4
+Scales = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
 _STRIP_WEIGHTS = 1 << 16
 """Weights that are quantized together: the temporaries of NumPy then stay in the second level cache."""
 
@@ -30,14 +33,14 @@ _STRIP_WEIGHTS = 1 << 16
 class Matrix:
     """One weight matrix (N, K) in a format, row-major.
 
-    codes: (N, K * bits / 8) uint8, 4-bit codes with the low nibble at even k. scales: (N, K / block) in the format's
-    scale type as raw bits (uint8 or uint16), or None. global_scale: one fp32 factor as the checkpoint gives it, by
-    which values are multiplied or, with `divides`, divided.
+    codes: (N, K * bits / 8) uint8, 4-bit codes with the low nibble at even k. scales: (N, ceil(K / block)) in the
+    format's scale type as raw bits (uint8, uint16 or uint32), or None. global_scale: one fp32 factor as the checkpoint
+    gives it, by which values are multiplied or, with `divides`, divided.
     """
 
     format: Format
     codes: NDArray[np.uint8]
-    scales: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    scales: Scales | None = None
     global_scale: float = 1.0
     divides: bool = False
 
@@ -56,15 +59,15 @@ class Matrix:
         return replace(self, codes=self.codes[start:stop], scales=scales)
 
     def columns(self, start: int, stop: int) -> Matrix:
-        """The matrix of input columns [start, stop); both must be multiples of the format's block."""
+        """The matrix of input columns [start, stop): multiples of the format's block, or `stop` the end."""
         block, bits = self.format.block, self.format.bits
-        if start % block or stop % block:
+        if start % block or (stop % block and stop != self.shape[1]):
             raise FormatError(
                 f"{self.format.name}: columns {start}:{stop} cut a block of {block}",
                 format=self.format.name,
                 shape=self.shape,
             )
-        scales = None if self.scales is None else self.scales[:, start // block : stop // block]
+        scales = None if self.scales is None else self.scales[:, start // block : -(-stop // block)]
         return replace(self, codes=self.codes[:, start * bits // 8 : stop * bits // 8], scales=scales)
 
 
@@ -90,9 +93,13 @@ class Format(ABC):
     """Bits per code."""
     block: ClassVar[int]
     """Weights along K that share a scale (for a format without scales: the weights of one line)."""
-    scale_dtype: ClassVar[type[np.uint8] | type[np.uint16] | None]
+    scale_dtype: ClassVar[type[np.uint8] | type[np.uint16] | type[np.uint32] | None]
+    ragged: ClassVar[bool] = False
+    """Whether the last block along K may be shorter than the others, by whole lines."""
+    row_group: ClassVar[int] = 1
+    """Rows that quantize wants at once because they share scales."""
     kernels: ClassVar[str]
-    """Module in `freetoken.kernels` that holds the CPU tiles."""
+    """Whose CPU tiles read it, those of `freetoken.kernels._tile_<kernels>`: formats of one layout share them."""
     spellings: ClassVar[tuple[Spelling, ...]]
 
     @property
@@ -108,7 +115,19 @@ class Format(ABC):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one tile: 16 scales and its lines."""
-        return TILE_ROWS * self.scale_bytes + LINE_BYTES * (self.block // self.line_k)
+        return self._bytes_of(self.block)
+
+    @property
+    def width_step(self) -> int:
+        """Input widths are multiples of this."""
+        return self.line_k if self.ragged else self.block
+
+    def _bytes_of(self, weights: int) -> int:
+        return TILE_ROWS * self.scale_bytes + LINE_BYTES * (weights // self.line_k)
+
+    def n_blocks(self, k: int) -> int:
+        """Blocks of a row of k weights, the last of which may be ragged."""
+        return -(-k // self.block)
 
     @property
     def granule(self) -> int:
@@ -117,15 +136,16 @@ class Format(ABC):
 
     def check_width(self, k: int, what: str) -> None:
         """Raise `FormatError` unless an input dimension of k weights can be held."""
-        if k <= 0 or k % self.block:
+        if k <= 0 or k % self.width_step:
+            step = f"the {self.line_k} weights of a line" if self.ragged else f"the format's block of {self.block}"
             raise FormatError(
-                f"{self.name}: {what} is {k}, which is not a multiple of the format's block of {self.block}; "
+                f"{self.name}: {what} is {k}, which is not a multiple of {step}; "
                 "choose another expert format (bf16 takes any even width)",
                 format=self.name,
             )
 
     def quantize(self, weights: NDArray[np.float32]) -> Matrix:
-        """Nearest matrix of this format to float32 weights (N, K); K must be a multiple of the block."""
+        """Nearest matrix of this format to float32 weights (N, K) of a width that it holds."""
         return self.quantize_strips(weights.shape, lambda start, stop: weights[start:stop])
 
     def quantize_strips(self, shape: tuple[int, ...], strip: Callable[[int, int], NDArray[np.float32]]) -> Matrix:
@@ -135,11 +155,11 @@ class Format(ABC):
         """
         n, k = shape
         self.check_width(k, "the input dimension")
-        step = max(1, _STRIP_WEIGHTS // k)
+        step = max(1, _STRIP_WEIGHTS // k // self.row_group) * self.row_group
         edges = [(start, min(start + step, n)) for start in range(0, n, step)]
         factor = self.choose_global(lambda: max((float(np.abs(strip(*e)).max(initial=0)) for e in edges), default=0.0))
         codes = np.empty((n, k * self.bits // 8), np.uint8)
-        scales: Any = None if self.scale_dtype is None else np.empty((n, k // self.block), self.scale_dtype)
+        scales: Any = None if self.scale_dtype is None else np.empty((n, self.n_blocks(k)), self.scale_dtype)
         for start, stop in edges:
             codes[start:stop], row_scales = self.quantize_rows(strip(start, stop), factor)
             if scales is not None:
@@ -153,8 +173,11 @@ class Format(ABC):
     @abstractmethod
     def quantize_rows(
         self, weights: NDArray[np.float32], factor: np.float32
-    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | NDArray[np.uint16] | None]:
-        """Codes (N, K * bits / 8) uint8 and scales (N, K / block) of float32 rows, given the matrix's global factor."""
+    ) -> tuple[NDArray[np.uint8], Scales | None]:
+        """Codes (N, K * bits / 8) and scales (N, ceil(K / block)) of float32 rows, given the matrix's global factor.
+
+        All rows of the matrix, or a multiple of `row_group` of them.
+        """
 
     @abstractmethod
     def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:
@@ -170,41 +193,59 @@ class Format(ABC):
 
     def tile_bytes(self, k: int) -> int:
         """Bytes of one tile of 16 rows and k columns."""
-        return k // self.block * self.block_bytes
+        rest = k % self.block
+        return k // self.block * self.block_bytes + (self._bytes_of(rest) if rest else 0)
 
     def pack(self, matrix: Matrix) -> NDArray[np.uint8]:
-        """Tiles (ceil(N/16), K/block, block_bytes) uint8 of a matrix; missing rows are zero bytes."""
+        """Tiles (ceil(N/16), tile_bytes) uint8 of a matrix; missing rows are zero bytes."""
         n, k = matrix.shape
-        tiles, blocks = -(-n // TILE_ROWS), k // self.block
-        lines = self.block // self.line_k
-        out = np.zeros((tiles, blocks, self.block_bytes), np.uint8)
-        codes = _pad_rows(matrix.codes, tiles * TILE_ROWS)
-        lanes = codes.view(np.uint32).reshape(tiles, TILE_ROWS, blocks, lines)
-        head = TILE_ROWS * self.scale_bytes
-        body = out[:, :, head:].view(np.uint32).reshape(tiles, blocks, lines, TILE_ROWS)
-        body[...] = lanes.transpose(0, 2, 3, 1)
-        if matrix.scales is not None and self.scale_dtype is not None:
-            scales = _pad_rows(matrix.scales, tiles * TILE_ROWS).reshape(tiles, TILE_ROWS, blocks)
-            out[:, :, :head].view(self.scale_dtype)[...] = scales.transpose(0, 2, 1)
+        out = np.zeros((-(-n // TILE_ROWS), self.tile_bytes(k)), np.uint8)
+        codes = _pad_rows(matrix.codes, len(out) * TILE_ROWS)
+        scales = None if matrix.scales is None else _pad_rows(matrix.scales, len(out) * TILE_ROWS)
+        for width, blocks, first, at in self._runs(k):
+            start = first * self.block * self.bits // 8
+            stop = start + blocks * width * self.bits // 8
+            head, body = self._sections(out, width, blocks, at)
+            lanes = np.ascontiguousarray(codes[:, start:stop]).view(np.uint32)
+            body[...] = lanes.reshape(len(out), TILE_ROWS, blocks, -1).transpose(0, 2, 3, 1)
+            if scales is not None and head is not None:
+                run = scales[:, first : first + blocks].reshape(len(out), TILE_ROWS, blocks)
+                head[...] = run.transpose(0, 2, 1)
         return out
 
-    def unpack(self, tiles: NDArray[np.uint8], n: int, like: Matrix | None = None) -> Matrix:
-        """The inverse of `pack`: tiles (T, K/block, block_bytes) to the matrix of the first n rows.
+    def unpack(self, tiles: NDArray[np.uint8], n: int, k: int, like: Matrix | None = None) -> Matrix:
+        """The inverse of `pack`: tiles (T, tile_bytes) to the matrix of the first n rows, k wide.
 
         The global scale is not in the tiles; it is taken from `like` when given.
         """
-        t, blocks, _ = tiles.shape
-        head = TILE_ROWS * self.scale_bytes
-        lines = self.block // self.line_k
-        lanes = np.ascontiguousarray(tiles[:, :, head:]).view(np.uint32).reshape(t, blocks, lines, TILE_ROWS)
-        codes = np.ascontiguousarray(lanes.transpose(0, 3, 1, 2)).reshape(t * TILE_ROWS, -1).view(np.uint8)[:n]
-        scales = None
-        if self.scale_dtype is not None:
-            raw = np.ascontiguousarray(tiles[:, :, :head]).view(self.scale_dtype)
-            scales = np.ascontiguousarray(raw.transpose(0, 2, 1)).reshape(t * TILE_ROWS, blocks)[:n]
+        rows = len(tiles) * TILE_ROWS
+        codes = np.empty((rows, k * self.bits // 8), np.uint8)
+        scales: Any = None if self.scale_dtype is None else np.empty((rows, self.n_blocks(k)), self.scale_dtype)
+        for width, blocks, first, at in self._runs(k):
+            start = first * self.block * self.bits // 8
+            stop = start + blocks * width * self.bits // 8
+            head, body = self._sections(tiles, width, blocks, at)
+            codes[:, start:stop] = np.ascontiguousarray(body.transpose(0, 3, 1, 2)).reshape(rows, -1).view(np.uint8)
+            if head is not None:
+                scales[:, first : first + blocks] = head.transpose(0, 2, 1).reshape(rows, blocks)
         if like is not None:
-            return Matrix(self, codes, scales, like.global_scale, like.divides)
-        return Matrix(self, codes, scales)
+            return Matrix(self, codes[:n], None if scales is None else scales[:n], like.global_scale, like.divides)
+        return Matrix(self, codes[:n], None if scales is None else scales[:n])
+
+    def _runs(self, k: int) -> list[tuple[int, int, int, int]]:
+        """A width's whole blocks, then a ragged one: (weights of a block, blocks, first block, byte in the tile)."""
+        whole, rest = divmod(k, self.block)
+        runs = [(self.block, whole, 0, 0)] if whole else []
+        return [*runs, (rest, 1, whole, whole * self.block_bytes)] if rest else runs
+
+    def _sections(
+        self, tiles: NDArray[np.uint8], width: int, blocks: int, at: int
+    ) -> tuple[NDArray[Any] | None, NDArray[np.uint32]]:
+        """Views of a run of blocks in every tile: scales (T, blocks, 16) and dwords (T, blocks, lines, 16)."""
+        size, head = self._bytes_of(width), TILE_ROWS * self.scale_bytes
+        parts = tiles[:, at : at + blocks * size].reshape(len(tiles), blocks, size)
+        body = parts[:, :, head:].view(np.uint32).reshape(len(tiles), blocks, width // self.line_k, TILE_ROWS)
+        return (None if self.scale_dtype is None else parts[:, :, :head].view(self.scale_dtype)), body
 
     def __repr__(self) -> str:
         return f"<format {self.name}>"

@@ -16,7 +16,7 @@ class BF16(Format):
     bits = 16
     block = 2
     scale_dtype = None
-    kernels = "_tile_bf16"
+    kernels = "bf16"
     spellings = (Spelling("plain", {"codes": ("weight", ("BF16", "F16", "F32"))}),)
 
     def quantize_rows(self, weights: NDArray[np.float32], factor: np.float32) -> tuple[NDArray[np.uint8], None]:

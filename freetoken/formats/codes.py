@@ -57,13 +57,11 @@ def fp32_to_e2m1(values: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 def fp32_to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Nearest e4m3 codes of non-negative values (ties to even), saturating at 448."""
-    table = E4M3[:0x7F].astype(np.float64)  # codes 0..0x7e are sorted
-    values64 = np.minimum(values.astype(np.float64), 448.0)
-    high = np.clip(np.searchsorted(table, values64), 1, 0x7E)
-    low = high - 1
-    to_low, to_high = values64 - table[low], table[high] - values64
-    take_high = (to_high < to_low) | ((to_high == to_low) & (high % 2 == 0))
-    return np.where(take_high, high, low).astype(np.uint8)
+    values = np.fmin(values, np.float32(448))
+    # Normal numbers: fp32's mantissa is rounded to 3 bits and the exponent's bias changed; below, steps are 2**-9.
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    normal = ((bits + (0x7FFFF + ((bits >> 20) & 1))) >> 20) - (120 << 3)
+    return np.where(values < np.float32(2.0**-6), np.rint(values * np.float32(512)), normal).astype(np.uint8)
 
 
 def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -74,3 +72,20 @@ def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """(..., K/2) bytes to (..., K) 4-bit codes; the low nibble is the even element."""
     return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+def split_blocks(raw: NDArray[np.uint8], head: int, body: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Rows of blocks, each `head` bytes of scale and `body` bytes of codes, as (N, blocks, head) and (N, blocks, body).
+
+    Both are copies. Raises ValueError when a row is not a whole number of blocks.
+    """
+    if raw.ndim != 2 or raw.shape[1] % (head + body):
+        raise ValueError(f"shape {raw.shape} is not rows of whole blocks of {head + body} bytes")
+    blocks = raw.reshape(len(raw), -1, head + body)
+    return blocks[:, :, :head].copy(), blocks[:, :, head:].copy()
+
+
+def halves_to_pairs(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(..., B/2) bytes of blocks of B codes as ggml packs them, byte j holding j and j + B/2, to low nibble = even."""
+    even, odd = packed[..., 0::2], packed[..., 1::2]
+    return np.concatenate([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], axis=-1)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 from freetoken.formats.base import Format, Matrix, Spelling
-from freetoken.formats.codes import E2M1, E8M0, E8M0_NAN, fp32_to_e2m1, pack_nibbles, unpack_nibbles
+from freetoken.formats.codes import (
+    E2M1,
+    E8M0,
+    E8M0_NAN,
+    fp32_to_e2m1,
+    halves_to_pairs,
+    pack_nibbles,
+    split_blocks,
+    unpack_nibbles,
+)
 
 
 class MXFP4(Format):
@@ -16,8 +27,8 @@ class MXFP4(Format):
     bits = 4
     block = 32
     scale_dtype = np.uint8
-    kernels = "_tile_mxfp4"
-    spellings = (
+    kernels = "mxfp4"
+    spellings: ClassVar[tuple[Spelling, ...]] = (
         Spelling(
             "compressed-tensors",
             {"codes": ("weight_packed", ("U8",)), "scales": ("weight_scale", ("U8", "F8_E8M0"))},
@@ -59,6 +70,12 @@ class MXFP4(Format):
         assert matrix.scales is not None
         bad = np.flatnonzero((matrix.scales == E8M0_NAN).any(axis=1))
         return f"row {bad[0]} has a block scale of 255, which is NaN" if bad.size else None
+
+
+def from_ggml_blocks(raw: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Codes (N, K / 2) and scales (N, K / 32) of rows of ggml's blocks, (N, 17 * K / 32) uint8: e8m0, then 16 bytes."""
+    scales, packed = split_blocks(raw, 1, 16)
+    return halves_to_pairs(packed).reshape(len(raw), -1), scales[:, :, 0]
 
 
 FORMAT = MXFP4()

@@ -23,7 +23,7 @@ class NVFP4(Format):
     bits = 4
     block = 16
     scale_dtype = np.uint8
-    kernels = "_tile_nvfp4"
+    kernels = "nvfp4"
     spellings = (
         Spelling(
             "modelopt",

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freetoken.formats.base import Format, Matrix
+from freetoken.formats.codes import split_blocks
 
 
 class Q8_0(Format):
@@ -15,7 +16,7 @@ class Q8_0(Format):
     bits = 8
     block = 32
     scale_dtype = np.uint16
-    kernels = "_tile_q8_0"
+    kernels = "q8_0"
     spellings = ()
 
     def quantize_rows(
@@ -46,6 +47,12 @@ class Q8_0(Format):
         assert matrix.scales is not None
         bad = np.flatnonzero(((matrix.scales & 0x7C00) == 0x7C00).any(axis=1))
         return f"row {bad[0]} has a NaN or infinite block scale" if bad.size else None
+
+
+def from_ggml_blocks(raw: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
+    """Codes (N, K) and scales (N, K / 32) of rows of ggml's blocks, (N, 34 * K / 32) uint8: fp16, then 32 codes."""
+    scales, codes = split_blocks(raw, 2, 32)
+    return codes.reshape(len(raw), -1), scales.view(np.uint16)[:, :, 0]
 
 
 FORMAT = Q8_0()

@@ -143,14 +143,13 @@ class RecordLayout:
 
     def unpack(self, record: NDArray[np.uint8]) -> Expert:
         """The inverse of `pack`."""
-        blocks = self.hidden // self.format.block
-        pairs = self._view(record, "gate_up").reshape(self.gate_tiles, 2, blocks, self.format.block_bytes)
-        down = self._view(record, "down").reshape(self.down_tiles, -1, self.format.block_bytes)
+        pairs = self._view(record, "gate_up").reshape(self.gate_tiles, 2, -1)
+        down = self._view(record, "down").reshape(self.down_tiles, -1)
         gate_value, up_value, divides = self._read_globals(record, "gate_up_globals")
         down_value, _, down_divides = self._read_globals(record, "down_globals")
 
-        def matrix(tiles: NDArray[np.uint8], n: int, value: float, divide: bool) -> Matrix:
-            plain = self.format.unpack(tiles, n)
+        def matrix(tiles: NDArray[np.uint8], n: int, k: int, value: float, divide: bool) -> Matrix:
+            plain = self.format.unpack(tiles, n, k)
             return Matrix(self.format, plain.codes, plain.scales, value, divide)
 
         biases: list[NDArray[np.float32] | None] = [None, None, None]
@@ -158,9 +157,9 @@ class RecordLayout:
             gate_up = self._view(record, "gate_up_bias").view(np.float32).reshape(2, -1)[:, : self.intermediate]
             biases = [gate_up[0], gate_up[1], self._view(record, "down_bias").view(np.float32)[: self.hidden]]
         return Expert(
-            matrix(pairs[:, 0], self.intermediate, gate_value, divides),
-            matrix(pairs[:, 1], self.intermediate, up_value, divides),
-            matrix(down, self.hidden, down_value, down_divides),
+            matrix(pairs[:, 0], self.intermediate, self.hidden, gate_value, divides),
+            matrix(pairs[:, 1], self.intermediate, self.hidden, up_value, divides),
+            matrix(down, self.hidden, self.intermediate, down_value, down_divides),
             *biases,
         )
 

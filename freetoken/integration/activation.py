@@ -6,6 +6,8 @@ Reading class names would be wrong for every family that changes its activation 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from freetoken.errors import UnsupportedError
@@ -20,28 +22,34 @@ def find_activation(module: torch.nn.Module) -> Activation:
         raise UnsupportedError(f"{name}: experts without a gate are not supported", feature=name)
     if getattr(module, "has_post_expert_norm", False):
         raise UnsupportedError(f"{name}: a norm after each expert is not supported", feature=name)
+    candidates = _candidates(module)
     with torch.no_grad(), torch.device("cpu"):  # the loader may be building on meta
-        gate = torch.cat([torch.linspace(-60, 60, 481), torch.tensor([-500.0, 500.0])]).double()
+        ends = [end for candidate in candidates for end in (500.0, 2 * candidate.limit) if math.isfinite(end)]
+        gate = torch.cat([torch.linspace(-60, 60, 481), torch.tensor([*ends, *(-end for end in ends)])]).double()
         up = gate.flip(0) * 0.75 + 0.125
         interleaved = not getattr(module, "is_concatenated", True)
         both = torch.stack([gate, up], -1).flatten() if interleaved else torch.cat([gate, up])
         actual = module._apply_gate(both[None])[0].double()  # type: ignore[operator]
-    for candidate in _candidates(module):
+    for candidate in candidates:
         expected = activate(gate.numpy(), up.numpy(), candidate.kind, candidate.alpha, candidate.limit)
         if torch.allclose(actual, torch.from_numpy(expected), rtol=1e-6, atol=1e-9):
             return candidate
     act = getattr(module, "act_fn", None)
     raise UnsupportedError(
         f"{name} applies an activation that no kernel has (act_fn {type(act).__name__}); "
-        "supported: silu(gate) * up and gpt-oss's clamped swiglu",
+        "supported: silu(gate) * up, the same with a limit, and gpt-oss's clamped swiglu",
         feature=name,
-        available="silu, swiglu_clamped",
+        available="silu, silu_limited, swiglu_clamped",
     )
 
 
 def _candidates(module: torch.nn.Module) -> list[Activation]:
     found = [Activation("silu")]
-    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
-    if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):
-        found.append(Activation("swiglu_clamped", float(alpha), float(limit)))
-    return found
+    alphas, limits = (_numbers(module, name, f"swiglu_{name}") for name in ("alpha", "limit"))
+    found += [Activation("silu_limited", limit=limit) for limit in limits]
+    return found + [Activation("swiglu_clamped", alpha, limit) for alpha in alphas for limit in limits]
+
+
+def _numbers(module: torch.nn.Module, *names: str) -> list[float]:
+    values = (getattr(module, name, None) for name in names)
+    return [float(value) for value in values if isinstance(value, (int, float))]

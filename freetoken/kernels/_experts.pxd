@@ -15,12 +15,13 @@ cdef extern from "barrier.h" nogil:
 cdef enum:
     SILU = 0    # g * sigmoid(g) * u
     SWIGLU_CLAMPED = 1  # min(g, limit) * sigmoid(alpha * g) * (clamp(u, +-limit) + 1)
+    SILU_LIMITED = 2    # min(g, limit) * sigmoid(g) * clamp(u, +-limit)
 
 
 cdef struct matrix:
     # One matrix (or the gate and up pair) of a record.
     ptrdiff_t offset, globals_offset, bias_offset   # from the record's start; bias -1: none
-    ptrdiff_t tile_bytes, tiles, rows, blocks       # rows before padding; blocks along the input dimension
+    ptrdiff_t tile_bytes, tiles, rows, k            # rows before padding; weights along the input dimension
     ptrdiff_t vector_bytes                          # one prepared input vector
 
 
@@ -48,7 +49,7 @@ cdef struct job:
     uint8_t *prepared       # tokens x gate_up.vector_bytes
     uint8_t *hidden         # routes x down.vector_bytes
     float *sums             # threads x tokens x 16
-    float *rows             # threads x max(H, 2 * chunk) floats
+    float *rows             # threads x max(H, block, 16) floats
     ptrdiff_t rows_stride
     ft_barrier barrier
 

@@ -15,14 +15,18 @@ from libc.math cimport expf, lrintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from freetoken.kernels._isa cimport FT_BF16, FT_FP32, TileKernel
+from freetoken.kernels._isa cimport FT_BF16, FT_FP32, FT_INT8, TileKernel
 
 cdef extern from "team.h" nogil:
     int ft_team_size()
 
 cdef enum:
     TILE = 16
-    MAX_CHUNK = 32  # rows of gate and up handled together: a multiple of 16 and of every format's block
+
+
+cdef inline ptrdiff_t blocks_of(const job *j, ptrdiff_t k) noexcept nogil:
+    # The last may be shorter than the others.
+    return (k + j.block - 1) // j.block
 
 
 cdef inline float bf16_to_float(uint16_t bits) noexcept nogil:
@@ -42,12 +46,18 @@ cdef inline uint16_t float_to_bf16(float value) noexcept nogil:
 
 
 cdef void prepare_fp32(const job *j, const float *x, ptrdiff_t n, float *out) noexcept nogil:
-    cdef ptrdiff_t k
-    if j.round_bf16:
-        for k in range(n):
-            out[k] = bf16_to_float(float_to_bf16(x[k]))
-    else:
+    cdef ptrdiff_t k, i
+    cdef const uint8_t *order = j.kernel.order
+    if order == NULL and not j.round_bf16:
         memcpy(out, x, n * sizeof(float))
+        return
+    k = 0
+    while k < n:
+        for i in range(j.line):
+            out[k + (i if order == NULL else order[i])] = (
+                bf16_to_float(float_to_bf16(x[k + i])) if j.round_bf16 else x[k + i]
+            )
+        k += j.line
 
 
 cdef void prepare_bf16(const job *j, const float *x, ptrdiff_t n, uint16_t *out) noexcept nogil:
@@ -68,22 +78,23 @@ cdef void prepare_int8(
 ) noexcept nogil:
     # Per block amax / 127, codes to nearest even; an all-zero block has scale 0. Magnitudes are compared as integers,
     # where a NaN is the largest: it becomes the scale and reaches the output.
-    cdef ptrdiff_t b, k, i
+    cdef ptrdiff_t b, k, i, size
     cdef float top, inverse
     cdef int code
     cdef int32_t bits, top_bits
     cdef int32_t total
     cdef const uint8_t *order = j.kernel.order
-    for b in range(n // j.block):
+    for b in range(blocks_of(j, n)):
+        size = min(j.block, n - b * j.block)
         top_bits = 0
-        for k in range(j.block):
+        for k in range(size):
             memcpy(&bits, &x[k], sizeof(float))
             top_bits = max(top_bits, bits & 0x7fffffff)
         memcpy(&top, &top_bits, sizeof(float))
         inverse = 0.0 if top <= 1e-30 else 127.0 / top
         total = 0
         k = 0
-        while k < j.block:
+        while k < size:
             for i in range(j.line):
                 code = <int> lrintf(x[k + i] * inverse)
                 total += code
@@ -109,20 +120,20 @@ cdef void prepare(
     else:
         codes = <signed char *> out
         scales = <float *> (codes + width)
-        sums = <int32_t *> (scales + width // j.block)
+        sums = <int32_t *> (scales + blocks_of(j, width))
         prepare_int8(j, x, n, codes + first, scales + first // j.block, sums + first // j.block)
 
 
 cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil:
-    cdef ptrdiff_t width = j.gate_up.blocks * j.block
-    cdef ptrdiff_t blocks = j.tokens * j.gate_up.blocks
+    cdef ptrdiff_t width = j.gate_up.k, per_token = blocks_of(j, j.gate_up.k)
+    cdef ptrdiff_t blocks = j.tokens * per_token
     cdef ptrdiff_t at = blocks * thread // n_threads, stop = blocks * (thread + 1) // n_threads
     cdef ptrdiff_t token, first, n, k
     cdef float *row = j.rows + thread * j.rows_stride
     cdef const uint16_t *x16
     while at < stop:
-        token = at // j.gate_up.blocks
-        first = (at - token * j.gate_up.blocks) * j.block
+        token = at // per_token
+        first = (at - token * per_token) * j.block
         n = min(width - first, (stop - at) * j.block)
         if j.x_bf16:
             x16 = (<const uint16_t *> j.x) + token * width + first
@@ -134,7 +145,7 @@ cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil
                 j, (<const float *> j.x) + token * width + first, first, n, width,
                 j.prepared + token * j.gate_up.vector_bytes,
             )
-        at += n // j.block
+        at += blocks_of(j, n)
 
 
 cdef inline void finish_tile(
@@ -168,7 +179,10 @@ cdef void activate(const job *j, const float *gate, const float *up, float *out)
             # comparisons in this order keep a NaN
             g = j.limit if gate[i] > j.limit else gate[i]
             u = j.limit if up[i] > j.limit else (-j.limit if up[i] < -j.limit else up[i])
-            out[i] = g / (1 + expf(-j.alpha * g)) * (u + 1)
+            if j.activation == SILU_LIMITED:
+                out[i] = g / (1 + expf(-g)) * u
+            else:
+                out[i] = g / (1 + expf(-j.alpha * g)) * (u + 1)
 
 
 cdef void gate_up_chunk(const job *j, ptrdiff_t group, ptrdiff_t chunk, ptrdiff_t chunk_tiles, float *h) noexcept nogil:
@@ -177,7 +191,7 @@ cdef void gate_up_chunk(const job *j, ptrdiff_t group, ptrdiff_t chunk, ptrdiff_
     cdef const matrix *m = &j.gate_up
     cdef const uint8_t *x
     cdef const uint8_t *w
-    cdef ptrdiff_t width = j.down.blocks * j.block
+    cdef ptrdiff_t width = j.down.k
     cdef ptrdiff_t first = chunk * chunk_tiles, last = min(first + chunk_tiles, m.tiles)
     cdef ptrdiff_t route, t
     cdef float gate[TILE]
@@ -186,8 +200,8 @@ cdef void gate_up_chunk(const job *j, ptrdiff_t group, ptrdiff_t chunk, ptrdiff_
         x = j.prepared + j.token[route] * m.vector_bytes
         for t in range(first, last):
             w = record + m.offset + 2 * t * m.tile_bytes
-            j.kernel.tile(w, m.blocks, x, gate)
-            j.kernel.tile(w + m.tile_bytes, m.blocks, x, up)
+            j.kernel.tile(w, m.k, x, gate)
+            j.kernel.tile(w + m.tile_bytes, m.k, x, up)
             finish_tile(m, record, 0, t * TILE, gate)
             finish_tile(m, record, 1, (m.tiles + t) * TILE, up)
             activate(j, gate, up, h + (t - first) * TILE)
@@ -197,7 +211,8 @@ cdef void gate_up_chunk(const job *j, ptrdiff_t group, ptrdiff_t chunk, ptrdiff_
 
 cdef void gate_up(const job *j, int thread, int n_threads) noexcept nogil:
     """Each thread takes chunks whose start, measured in (token, chunk) pairs, falls into its share."""
-    cdef ptrdiff_t chunk_tiles = max(1, j.block // TILE)
+    # int8 needs a block's values at once, to choose their scale
+    cdef ptrdiff_t chunk_tiles = max(1, j.block // TILE) if j.kernel.act == FT_INT8 else 1
     cdef ptrdiff_t chunks = (j.gate_up.tiles + chunk_tiles - 1) // chunk_tiles
     cdef ptrdiff_t work = j.routes * chunks
     cdef ptrdiff_t low = work * thread // n_threads, high = work * (thread + 1) // n_threads
@@ -227,7 +242,7 @@ cdef void down_tile(const job *j, ptrdiff_t t, float *sums) noexcept nogil:
     for group in range(j.groups):
         record = j.bank + j.expert[group] * j.record_bytes
         for route in range(j.start[group], j.start[group + 1]):
-            j.kernel.tile(record + m.offset + t * m.tile_bytes, m.blocks, j.hidden + route * m.vector_bytes, part)
+            j.kernel.tile(record + m.offset + t * m.tile_bytes, m.k, j.hidden + route * m.vector_bytes, part)
             finish_tile(m, record, 0, t * TILE, part)
             weight = j.weight[route]
             total = sums + j.token[route] * TILE
@@ -287,6 +302,9 @@ cdef class Scratch:
         return self.size
 
 
+cdef dict GATED = {"silu": SILU, "silu_limited": SILU_LIMITED, "swiglu_clamped": SWIGLU_CLAMPED}
+
+
 cdef inline size_t aligned(size_t n) noexcept nogil:
     return (n + 63) & ~<size_t> 63
 
@@ -296,8 +314,8 @@ cdef class ExpertLayer:
 
     bank: (E, record_bytes) uint8, C-contiguous, of records laid out as `layout` says; it is borrowed and kept alive.
     layout: a `freetoken.formats.record.RecordLayout`. kernel: one of its format's tile functions.
-    activation: "silu" or "swiglu_clamped" with alpha and limit. round_bf16: round activations to bf16 before an
-    fp32 tile function (what a bf16 tile function does by itself).
+    activation: "silu", "silu_limited" with limit or "swiglu_clamped" with alpha and limit (`reference.activate`).
+    round_bf16: round activations to bf16 before an fp32 tile function (what a bf16 tile function does by itself).
     """
 
     cdef job template
@@ -312,10 +330,10 @@ cdef class ExpertLayer:
         cdef job *j = &self.template
         if bank.shape[0] < 1 or bank.shape[1] != layout.nbytes:
             raise ValueError(f"bank is {bank.shape[0]} x {bank.shape[1]} bytes, records have {layout.nbytes}")
-        if kernel.format != layout.format.name:
+        if kernel.format != layout.format.kernels:
             raise ValueError(f"{kernel!r} cannot read records of {layout.format.name}")
-        if activation not in ("silu", "swiglu_clamped"):
-            raise ValueError(f"unknown activation {activation!r}, expected silu or swiglu_clamped")
+        if activation not in GATED:
+            raise ValueError(f"unknown activation {activation!r}, expected one of {', '.join(GATED)}")
         memset(j, 0, sizeof(job))
         self.owner = bank
         self.n_experts = bank.shape[0]
@@ -326,7 +344,7 @@ cdef class ExpertLayer:
         j.line = layout.format.line_k
         j.kernel = kernel.entry
         j.round_bf16 = round_bf16
-        j.activation = SILU if activation == "silu" else SWIGLU_CLAMPED
+        j.activation = GATED[activation]
         j.alpha = alpha
         j.limit = limit
         self.describe(&j.gate_up, layout, "gate_up", layout.intermediate, layout.hidden)
@@ -339,13 +357,13 @@ cdef class ExpertLayer:
         m.tile_bytes = layout.format.tile_bytes(k)
         m.tiles = (rows + TILE - 1) // TILE
         m.rows = rows
-        m.blocks = k // layout.format.block
+        m.k = k
         if self.template.kernel.act == FT_FP32:
             m.vector_bytes = aligned(k * 4)
         elif self.template.kernel.act == FT_BF16:
             m.vector_bytes = aligned(k * 2)
         else:
-            m.vector_bytes = aligned(k + m.blocks * 8)
+            m.vector_bytes = aligned(k + blocks_of(&self.template, k) * 8)
 
     def run(
         self, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, Scratch scratch not None, int n_threads,
@@ -393,7 +411,7 @@ cdef class ExpertLayer:
     ) except -1:
         """Cut scratch into the job's buffers and sort the routes by expert (counting sort, stable)."""
         cdef size_t routes = tokens * k, experts = self.n_experts
-        cdef size_t rows_bytes = aligned(max(self.hidden, MAX_CHUNK) * 4)
+        cdef size_t rows_bytes = aligned(max(self.hidden, max(j.block, <ptrdiff_t> TILE)) * 4)
         cdef size_t sizes[8]
         cdef size_t total = 0
         cdef uint8_t *at

@@ -1,7 +1,7 @@
 /* Instruction set levels, activation kinds and the type of a tile function. No arithmetic here.
  *
- * A tile function multiplies one tile (16 rows, `blocks` blocks of the input dimension, laid out as
- * formats/base.py says) with one prepared activation vector and writes 16 sums in fp32, without the matrix's
+ * A tile function multiplies one tile (16 rows of k weights, laid out as formats/base.py says; k is a width that
+ * the format holds) with one prepared activation vector and writes 16 sums in fp32, without the matrix's
  * global scale. It reads exactly the tile and the vector, and cannot fail.
  */
 #ifndef FREETOKEN_ISA_H
@@ -25,13 +25,14 @@
 enum { FT_SCALAR, FT_AVX2, FT_AVX512, FT_AVX512VNNI, FT_AVX512BF16, FT_LEVELS };
 
 /* How an activation vector of k values is prepared for a tile function:
- *   FP32  float[k], in natural order (a bf16 activation without a bf16 dot is this, rounded beforehand)
- *   BF16  uint16[k], each line's values in the function's `order`, so that pairs meet in one 32-bit lane
- *   INT8  int8[k] in the function's `order` within a line, then float[blocks] scales, then int32[blocks] sums
+ *   FP32  float[k], each line's values in the function's `order` (a bf16 activation without a bf16 dot is this, rounded
+ *         beforehand)
+ *   BF16  uint16[k], the same, so that pairs meet in one 32-bit lane
+ *   INT8  int8[k], the same, then float[blocks] scales, then int32[blocks] sums
  */
 enum { FT_FP32, FT_BF16, FT_INT8 };
 
-typedef void (*ft_tile)(const uint8_t *w, ptrdiff_t blocks, const void *x, float *y);
+typedef void (*ft_tile)(const uint8_t *w, ptrdiff_t k, const void *x, float *y);
 
 typedef struct {
     int level;            /* the lowest level that runs it; FT_LEVELS ends a table */

@@ -19,14 +19,19 @@ of 16 or 32 (1.6e-2 seen)."""
 def activate(
     gate: NDArray[np.float64], up: NDArray[np.float64], activation: str, alpha: float, limit: float
 ) -> NDArray[np.float64]:
-    """The gated activation: "silu" is silu(gate) * up; "swiglu_clamped" is gpt-oss's, with alpha and limit."""
+    """The gated activation: "silu" is silu(gate) * up; "silu_limited" is DeepSeek-V4's, the same of gate up to limit
+    and up within it; "swiglu_clamped" is gpt-oss's, with alpha and limit.
+    """
     with np.errstate(over="ignore"):
         out: NDArray[np.float64]
         if activation == "silu":
             out = gate / (1 + np.exp(-gate)) * up
         else:
             gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-            out = gate / (1 + np.exp(-alpha * gate)) * (up + 1)
+            if activation == "silu_limited":
+                out = gate / (1 + np.exp(-gate)) * up
+            else:
+                out = gate / (1 + np.exp(-alpha * gate)) * (up + 1)
     return out
 
 

@@ -9,10 +9,10 @@
 #define FREETOKEN_TILE_BF16_H
 #include "isa.h"
 
-static void tile_bf16_fp32_scalar(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+static void tile_bf16_fp32_scalar(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     float sum[16] = {0};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += 64)
+    for (ptrdiff_t b = 0; b < k / 2; b++, w += 64)
         for (int row = 0; row < 16; row++) {
             uint32_t lane = ft_load32(w + 4 * row);
             sum[row] += ft_bits_to_float(lane << 16) * x[2 * b];
@@ -22,11 +22,11 @@ static void tile_bf16_fp32_scalar(const uint8_t *w, ptrdiff_t blocks, const void
 }
 
 #ifdef FT_X86
-FT_TARGET_AVX2 static void tile_bf16_fp32_avx2(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_AVX2 static void tile_bf16_fp32_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     const __m256i high = _mm256_set1_epi32((int)0xffff0000u);
     __m256 a0 = _mm256_setzero_ps(), a1 = a0, b0 = a0, b1 = a0; /* a: rows 0-7, b: rows 8-15 */
-    for (ptrdiff_t b = 0; b < blocks; b++, w += 64) {
+    for (ptrdiff_t b = 0; b < k / 2; b++, w += 64) {
         FT_PREFETCH(w);
         __m256 x0 = _mm256_broadcast_ss(x + 2 * b), x1 = _mm256_broadcast_ss(x + 2 * b + 1);
         __m256i v = _mm256_loadu_si256((const void *)w), u = _mm256_loadu_si256((const void *)(w + 32));
@@ -39,12 +39,12 @@ FT_TARGET_AVX2 static void tile_bf16_fp32_avx2(const uint8_t *w, ptrdiff_t block
     _mm256_storeu_ps(y + 8, _mm256_add_ps(b0, b1));
 }
 
-FT_TARGET_AVX512 static void tile_bf16_fp32_avx512(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_AVX512 static void tile_bf16_fp32_avx512(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     const __m512i high = _mm512_set1_epi32((int)0xffff0000u);
     __m512 s0 = _mm512_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
     ptrdiff_t b = 0;
-    for (; b + 2 <= blocks; b += 2, w += 128, x += 4) {
+    for (; b + 2 <= k / 2; b += 2, w += 128, x += 4) {
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
         __m512i v = _mm512_loadu_si512(w), u = _mm512_loadu_si512(w + 64);
@@ -53,7 +53,7 @@ FT_TARGET_AVX512 static void tile_bf16_fp32_avx512(const uint8_t *w, ptrdiff_t b
         s2 = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(u, 16)), _mm512_set1_ps(x[2]), s2);
         s3 = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(u, high)), _mm512_set1_ps(x[3]), s3);
     }
-    if (b < blocks) {
+    if (b < k / 2) {
         __m512i v = _mm512_loadu_si512(w);
         s0 = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)), _mm512_set1_ps(x[0]), s0);
         s1 = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(v, high)), _mm512_set1_ps(x[1]), s1);
@@ -61,18 +61,18 @@ FT_TARGET_AVX512 static void tile_bf16_fp32_avx512(const uint8_t *w, ptrdiff_t b
     _mm512_storeu_ps(y, _mm512_add_ps(_mm512_add_ps(s0, s1), _mm512_add_ps(s2, s3)));
 }
 
-FT_TARGET_BF16 static void tile_bf16_bf16_avx512bf16(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_BF16 static void tile_bf16_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const uint8_t *x = xv;
     __m512 s[4];
     for (int i = 0; i < 4; i++) s[i] = _mm512_setzero_ps();
     ptrdiff_t b = 0;
-    for (; b + 4 <= blocks; b += 4, w += 256)
+    for (; b + 4 <= k / 2; b += 4, w += 256)
         for (int i = 0; i < 4; i++) {
             FT_PREFETCH(w + 64 * i);
             __m512i pair = _mm512_set1_epi32((int)ft_load32(x + 4 * (b + i)));
             s[i] = _mm512_dpbf16_ps(s[i], (__m512bh)_mm512_loadu_si512(w + 64 * i), (__m512bh)pair);
         }
-    for (; b < blocks; b++, w += 64)
+    for (; b < k / 2; b++, w += 64)
         s[0] = _mm512_dpbf16_ps(s[0], (__m512bh)_mm512_loadu_si512(w),
                                 (__m512bh)_mm512_set1_epi32((int)ft_load32(x + 4 * b)));
     _mm512_storeu_ps(y, _mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3])));

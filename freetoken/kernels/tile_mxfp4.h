@@ -19,24 +19,24 @@ enum { MXFP4_BLOCK = 32, MXFP4_BYTES = 272 };
 
 static inline float ft_e8m0(uint8_t b) { return ft_bits_to_float(b ? (uint32_t)b << 23 : 0x00400000u); }
 
-static void tile_mxfp4_fp32_scalar(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+static void tile_mxfp4_fp32_scalar(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     float sum[16] = {0};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / MXFP4_BLOCK; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
         float part[16] = {0};
-        for (int line = 0; line < 4; line++) ft_e2m1_line_fp32(w + 16 + 64 * line, x + 8 * line, part);
+        for (int line = 0; line < 4; line++) ft_nibble_line_fp32(&ft_e2m1, w + 16 + 64 * line, x + 8 * line, part);
         for (int row = 0; row < 16; row++) sum[row] += part[row] * ft_e8m0(w[row]);
     }
     memcpy(y, sum, sizeof sum);
 }
 
-static void tile_mxfp4_int8_scalar(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+static void tile_mxfp4_int8_scalar(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
-    const float *scale = ft_int8_scales(xv, blocks * MXFP4_BLOCK);
+    const float *scale = ft_int8_scales(xv, k);
     float sum[16] = {0};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / MXFP4_BLOCK; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
         int32_t part[16] = {0};
-        for (int line = 0; line < 4; line++) ft_e2m1_line_int8(w + 16 + 64 * line, x + 8 * line, part);
+        for (int line = 0; line < 4; line++) ft_nibble_line_int8(&ft_e2m1, w + 16 + 64 * line, x + 8 * line, part);
         for (int row = 0; row < 16; row++) sum[row] += (float)part[row] * (.5f * scale[b]) * ft_e8m0(w[row]);
     }
     memcpy(y, sum, sizeof sum);
@@ -59,10 +59,10 @@ FT_TARGET_AVX512 static inline __m512 ft_e8m0_fmadd_avx512(__m512 part, const ui
     return _mm512_fmadd_ps(part, _mm512_castsi512_ps(bits), sum);
 }
 
-FT_TARGET_AVX2 static void tile_mxfp4_fp32_avx2(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_AVX2 static void tile_mxfp4_fp32_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / MXFP4_BLOCK; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
         for (int p = 0; p < 256; p += 64) FT_PREFETCH(w + p);
         for (int h = 0; h < 2; h++) {
             __m256 s0 = _mm256_setzero_ps(), s1 = s0;
@@ -74,19 +74,15 @@ FT_TARGET_AVX2 static void tile_mxfp4_fp32_avx2(const uint8_t *w, ptrdiff_t bloc
     _mm256_storeu_ps(y + 8, sum[1]);
 }
 
-FT_TARGET_AVX2 static void tile_mxfp4_int8_avx2(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_AVX2 static void tile_mxfp4_int8_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
-    const float *scale = ft_int8_scales(xv, blocks * MXFP4_BLOCK);
-    const int32_t *sums = ft_int8_sums(xv, blocks * MXFP4_BLOCK, blocks);
-    const __m256i one = _mm256_set1_epi16(1);
+    const float *scale = ft_int8_scales(xv, k);
+    const int32_t *sums = ft_int8_sums(xv, k, k / MXFP4_BLOCK);
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / MXFP4_BLOCK; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
         for (int p = 0; p < 256; p += 64) FT_PREFETCH(w + p);
         for (int h = 0; h < 2; h++) {
-            const uint8_t *v = w + 16 + 32 * h;
-            __m256i a = _mm256_add_epi16(ft_e2m1_half_int8_avx2(v, x), ft_e2m1_half_int8_avx2(v + 64, x + 8));
-            __m256i c = _mm256_add_epi16(ft_e2m1_half_int8_avx2(v + 128, x + 16), ft_e2m1_half_int8_avx2(v + 192, x + 24));
-            __m256i total = _mm256_add_epi32(_mm256_madd_epi16(a, one), _mm256_madd_epi16(c, one));
+            __m256i total = ft_nibble_half32_int8_avx2(&ft_e2m1, w + 16 + 32 * h, x);
             total = _mm256_sub_epi32(total, _mm256_set1_epi32(12 * sums[b]));
             __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(.5f * scale[b]));
             sum[h] = ft_e8m0_fmadd_avx2(part, w + 8 * h, sum[h]);
@@ -96,43 +92,44 @@ FT_TARGET_AVX2 static void tile_mxfp4_int8_avx2(const uint8_t *w, ptrdiff_t bloc
     _mm256_storeu_ps(y + 8, sum[1]);
 }
 
-FT_TARGET_AVX512 static void tile_mxfp4_fp32_avx512(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_AVX512 static void tile_mxfp4_fp32_avx512(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     __m512 sum = _mm512_setzero_ps();
-    for (ptrdiff_t b = 0; b < blocks; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / MXFP4_BLOCK; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
         for (int p = 0; p < 256; p += 64) FT_PREFETCH(w + p);
         __m512 s[4];
         for (int i = 0; i < 4; i++) s[i] = _mm512_setzero_ps();
         for (int line = 0; line < 4; line++)
-            ft_e2m1_line_avx512(w + 16 + 64 * line, x + 8 * line, &s[2 * (line & 1)], &s[2 * (line & 1) + 1]);
+            ft_nibble_line_avx512(&ft_e2m1, w + 16 + 64 * line, x + 8 * line, s + 2 * (line & 1),
+                                  s + 2 * (line & 1) + 1);
         __m512 part = _mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3]));
         sum = ft_e8m0_fmadd_avx512(part, w, sum);
     }
     _mm512_storeu_ps(y, sum);
 }
 
-FT_TARGET_VNNI static void tile_mxfp4_int8_vnni(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_VNNI static void tile_mxfp4_int8_vnni(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
-    const float *scale = ft_int8_scales(xv, blocks * MXFP4_BLOCK);
-    const int32_t *sums = ft_int8_sums(xv, blocks * MXFP4_BLOCK, blocks);
+    const float *scale = ft_int8_scales(xv, k);
+    const int32_t *sums = ft_int8_sums(xv, k, k / MXFP4_BLOCK);
     __m512 sum = _mm512_setzero_ps();
-    for (ptrdiff_t b = 0; b < blocks; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / MXFP4_BLOCK; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
         for (int p = 0; p < 256; p += 64) FT_PREFETCH(w + p);
         __m512i s0 = _mm512_set1_epi32(-12 * sums[b]), s1 = _mm512_setzero_si512();
-        for (int line = 0; line < 4; line++) ft_e2m1_line_vnni(w + 16 + 64 * line, x + 8 * line, &s0, &s1);
+        for (int line = 0; line < 4; line++) ft_nibble_line_vnni(&ft_e2m1, w + 16 + 64 * line, x + 8 * line, &s0, &s1);
         __m512 part = _mm512_cvtepi32_ps(_mm512_add_epi32(s0, s1));
         sum = ft_e8m0_fmadd_avx512(_mm512_mul_ps(part, _mm512_set1_ps(.5f * scale[b])), w, sum);
     }
     _mm512_storeu_ps(y, sum);
 }
 
-FT_TARGET_BF16 static void tile_mxfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_BF16 static void tile_mxfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const uint8_t *x = xv;
     __m512 sum = _mm512_setzero_ps();
-    for (ptrdiff_t b = 0; b < blocks; b++, w += MXFP4_BYTES, x += 2 * MXFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / MXFP4_BLOCK; b++, w += MXFP4_BYTES, x += 2 * MXFP4_BLOCK) {
         for (int p = 0; p < 256; p += 64) FT_PREFETCH(w + p);
         __m512 s0 = _mm512_setzero_ps(), s1 = s0;
-        for (int line = 0; line < 4; line++) ft_e2m1_line_bf16(w + 16 + 64 * line, x + 16 * line, &s0, &s1);
+        for (int line = 0; line < 4; line++) ft_nibble_line_bf16(&ft_e2m1, w + 16 + 64 * line, x + 16 * line, &s0, &s1);
         sum = ft_e8m0_fmadd_avx512(_mm512_add_ps(s0, s1), w, sum);
     }
     _mm512_storeu_ps(y, sum);
@@ -141,13 +138,13 @@ FT_TARGET_BF16 static void tile_mxfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_
 
 static const ft_kernel ft_kernels_mxfp4[] = {
     {FT_SCALAR, FT_FP32, tile_mxfp4_fp32_scalar, NULL},
-    {FT_SCALAR, FT_INT8, tile_mxfp4_int8_scalar, ft_e2m1_order_int8},
+    {FT_SCALAR, FT_INT8, tile_mxfp4_int8_scalar, ft_nibble_order_int8},
 #ifdef FT_X86
     {FT_AVX2, FT_FP32, tile_mxfp4_fp32_avx2, NULL},
-    {FT_AVX2, FT_INT8, tile_mxfp4_int8_avx2, ft_e2m1_order_int8},
+    {FT_AVX2, FT_INT8, tile_mxfp4_int8_avx2, ft_nibble_order_int8},
     {FT_AVX512, FT_FP32, tile_mxfp4_fp32_avx512, NULL},
-    {FT_AVX512VNNI, FT_INT8, tile_mxfp4_int8_vnni, ft_e2m1_order_int8},
-    {FT_AVX512BF16, FT_BF16, tile_mxfp4_bf16_avx512bf16, ft_e2m1_order_bf16},
+    {FT_AVX512VNNI, FT_INT8, tile_mxfp4_int8_vnni, ft_nibble_order_int8},
+    {FT_AVX512BF16, FT_BF16, tile_mxfp4_bf16_avx512bf16, ft_nibble_order_bf16},
 #endif
     {FT_LEVELS, 0, NULL, NULL},
 };

@@ -1,62 +1,45 @@
 /* nvfp4 tiles: a block is 16 weights: 16 e4m3 scales, 2 lines of e2m1 codes (144 bytes).
  *
- * An e4m3 code moved into fp16 (sign to bit 15, the rest up by 7) is its value times 2^-8, subnormals included;
- * the 2^8 is one multiplication at the end of a tile. The matrix's global scale is not applied here.
+ * Scales come from e4m3.h times 2^-8; the 2^8 is one multiplication at the end of a tile. The matrix's global scale is
+ * not applied here.
  *
  * The versions are those of tile_mxfp4.h.
  */
 #ifndef FREETOKEN_TILE_NVFP4_H
 #define FREETOKEN_TILE_NVFP4_H
 #include "e2m1.h"
+#include "e4m3.h"
 
 enum { NVFP4_BLOCK = 16, NVFP4_BYTES = 144 };
 
-static inline float ft_e4m3(uint8_t code) { /* exact for every code but NaN, which loading refuses */
-    uint32_t sign = (uint32_t)(code & 0x80) << 24, exponent = (code >> 3) & 15, mantissa = code & 7;
-    if (exponent) return ft_bits_to_float(sign | (exponent + 120) << 23 | mantissa << 20);
-    float value = (float)mantissa * 0x1p-9f;
-    return sign ? -value : value;
-}
-
-static void tile_nvfp4_fp32_scalar(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+static void tile_nvfp4_fp32_scalar(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     float sum[16] = {0};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
         float part[16] = {0};
-        for (int line = 0; line < 2; line++) ft_e2m1_line_fp32(w + 16 + 64 * line, x + 8 * line, part);
+        for (int line = 0; line < 2; line++) ft_nibble_line_fp32(&ft_e2m1, w + 16 + 64 * line, x + 8 * line, part);
         for (int row = 0; row < 16; row++) sum[row] += part[row] * ft_e4m3(w[row]);
     }
     memcpy(y, sum, sizeof sum);
 }
 
-static void tile_nvfp4_int8_scalar(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+static void tile_nvfp4_int8_scalar(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
-    const float *scale = ft_int8_scales(xv, blocks * NVFP4_BLOCK);
+    const float *scale = ft_int8_scales(xv, k);
     float sum[16] = {0};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
         int32_t part[16] = {0};
-        for (int line = 0; line < 2; line++) ft_e2m1_line_int8(w + 16 + 64 * line, x + 8 * line, part);
+        for (int line = 0; line < 2; line++) ft_nibble_line_int8(&ft_e2m1, w + 16 + 64 * line, x + 8 * line, part);
         for (int row = 0; row < 16; row++) sum[row] += (float)part[row] * (.5f * scale[b]) * ft_e4m3(w[row]);
     }
     memcpy(y, sum, sizeof sum);
 }
 
 #ifdef FT_X86
-/* 8 or 16 scales times 2^-8: sign extension puts the sign into bit 15 and, after the shift, also into bit 14. */
-FT_TARGET_AVX2 static inline __m256 ft_e4m3_avx2(const uint8_t *p) {
-    __m128i code = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)p)), 7);
-    return _mm256_cvtph_ps(_mm_and_si128(code, _mm_set1_epi16((short)0xbfff)));
-}
-
-FT_TARGET_AVX512 static inline __m512 ft_e4m3_avx512(const uint8_t *p) {
-    __m256i code = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p)), 7);
-    return _mm512_cvtph_ps(_mm256_and_si256(code, _mm256_set1_epi16((short)0xbfff)));
-}
-
-FT_TARGET_AVX2 static void tile_nvfp4_fp32_avx2(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_AVX2 static void tile_nvfp4_fp32_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
         for (int h = 0; h < 2; h++) {
@@ -69,19 +52,21 @@ FT_TARGET_AVX2 static void tile_nvfp4_fp32_avx2(const uint8_t *w, ptrdiff_t bloc
     _mm256_storeu_ps(y + 8, _mm256_mul_ps(sum[1], _mm256_set1_ps(256.f)));
 }
 
-FT_TARGET_AVX2 static void tile_nvfp4_int8_avx2(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_AVX2 static void tile_nvfp4_int8_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
-    const float *scale = ft_int8_scales(xv, blocks * NVFP4_BLOCK);
-    const int32_t *sums = ft_int8_sums(xv, blocks * NVFP4_BLOCK, blocks);
+    const float *scale = ft_int8_scales(xv, k);
+    const int32_t *sums = ft_int8_sums(xv, k, k / NVFP4_BLOCK);
     const __m256i one = _mm256_set1_epi16(1);
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
         for (int h = 0; h < 2; h++) {
             const uint8_t *v = w + 16 + 32 * h;
-            __m256i a = _mm256_add_epi16(ft_e2m1_half_int8_avx2(v, x), ft_e2m1_half_int8_avx2(v + 64, x + 8));
-            __m256i total = _mm256_sub_epi32(_mm256_madd_epi16(a, one), _mm256_set1_epi32(12 * sums[b]));
+            __m256i a = ft_nibble_half_int8_avx2(&ft_e2m1, v, x);
+            __m256i c = ft_nibble_half_int8_avx2(&ft_e2m1, v + 64, x + 8);
+            __m256i total = _mm256_madd_epi16(_mm256_add_epi16(a, c), one);
+            total = _mm256_sub_epi32(total, _mm256_set1_epi32(12 * sums[b]));
             __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(.5f * scale[b]));
             sum[h] = _mm256_fmadd_ps(part, ft_e4m3_avx2(w + 8 * h), sum[h]);
         }
@@ -90,48 +75,48 @@ FT_TARGET_AVX2 static void tile_nvfp4_int8_avx2(const uint8_t *w, ptrdiff_t bloc
     _mm256_storeu_ps(y + 8, _mm256_mul_ps(sum[1], _mm256_set1_ps(256.f)));
 }
 
-FT_TARGET_AVX512 static void tile_nvfp4_fp32_avx512(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_AVX512 static void tile_nvfp4_fp32_avx512(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}; /* two chains: even and odd blocks */
-    for (ptrdiff_t b = 0; b < blocks; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
         __m512 s[4];
         for (int i = 0; i < 4; i++) s[i] = _mm512_setzero_ps();
-        ft_e2m1_line_avx512(w + 16, x, &s[0], &s[1]);
-        ft_e2m1_line_avx512(w + 80, x + 8, &s[2], &s[3]);
+        ft_nibble_line_avx512(&ft_e2m1, w + 16, x, &s[0], &s[1]);
+        ft_nibble_line_avx512(&ft_e2m1, w + 80, x + 8, &s[2], &s[3]);
         __m512 part = _mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3]));
         sum[b & 1] = _mm512_fmadd_ps(part, ft_e4m3_avx512(w), sum[b & 1]);
     }
     _mm512_storeu_ps(y, _mm512_mul_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_set1_ps(256.f)));
 }
 
-FT_TARGET_VNNI static void tile_nvfp4_int8_vnni(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_VNNI static void tile_nvfp4_int8_vnni(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
-    const float *scale = ft_int8_scales(xv, blocks * NVFP4_BLOCK);
-    const int32_t *sums = ft_int8_sums(xv, blocks * NVFP4_BLOCK, blocks);
+    const float *scale = ft_int8_scales(xv, k);
+    const int32_t *sums = ft_int8_sums(xv, k, k / NVFP4_BLOCK);
     __m512 sum = _mm512_setzero_ps();
-    for (ptrdiff_t b = 0; b < blocks; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
         __m512i s0 = _mm512_set1_epi32(-12 * sums[b]), s1 = _mm512_setzero_si512();
-        ft_e2m1_line_vnni(w + 16, x, &s0, &s1);
-        ft_e2m1_line_vnni(w + 80, x + 8, &s0, &s1);
+        ft_nibble_line_vnni(&ft_e2m1, w + 16, x, &s0, &s1);
+        ft_nibble_line_vnni(&ft_e2m1, w + 80, x + 8, &s0, &s1);
         __m512 part = _mm512_cvtepi32_ps(_mm512_add_epi32(s0, s1));
         sum = _mm512_fmadd_ps(_mm512_mul_ps(part, _mm512_set1_ps(.5f * scale[b])), ft_e4m3_avx512(w), sum);
     }
     _mm512_storeu_ps(y, _mm512_mul_ps(sum, _mm512_set1_ps(256.f)));
 }
 
-FT_TARGET_BF16 static void tile_nvfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_BF16 static void tile_nvfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const uint8_t *x = xv;
     __m512 sum = _mm512_setzero_ps();
-    for (ptrdiff_t b = 0; b < blocks; b++, w += NVFP4_BYTES, x += 2 * NVFP4_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += 2 * NVFP4_BLOCK) {
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
         __m512 s0 = _mm512_setzero_ps(), s1 = s0;
-        ft_e2m1_line_bf16(w + 16, x, &s0, &s1);
-        ft_e2m1_line_bf16(w + 80, x + 16, &s0, &s1);
+        ft_nibble_line_bf16(&ft_e2m1, w + 16, x, &s0, &s1);
+        ft_nibble_line_bf16(&ft_e2m1, w + 80, x + 16, &s0, &s1);
         sum = _mm512_fmadd_ps(_mm512_add_ps(s0, s1), ft_e4m3_avx512(w), sum);
     }
     _mm512_storeu_ps(y, _mm512_mul_ps(sum, _mm512_set1_ps(256.f)));
@@ -140,13 +125,13 @@ FT_TARGET_BF16 static void tile_nvfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_
 
 static const ft_kernel ft_kernels_nvfp4[] = {
     {FT_SCALAR, FT_FP32, tile_nvfp4_fp32_scalar, NULL},
-    {FT_SCALAR, FT_INT8, tile_nvfp4_int8_scalar, ft_e2m1_order_int8},
+    {FT_SCALAR, FT_INT8, tile_nvfp4_int8_scalar, ft_nibble_order_int8},
 #ifdef FT_X86
     {FT_AVX2, FT_FP32, tile_nvfp4_fp32_avx2, NULL},
-    {FT_AVX2, FT_INT8, tile_nvfp4_int8_avx2, ft_e2m1_order_int8},
+    {FT_AVX2, FT_INT8, tile_nvfp4_int8_avx2, ft_nibble_order_int8},
     {FT_AVX512, FT_FP32, tile_nvfp4_fp32_avx512, NULL},
-    {FT_AVX512VNNI, FT_INT8, tile_nvfp4_int8_vnni, ft_e2m1_order_int8},
-    {FT_AVX512BF16, FT_BF16, tile_nvfp4_bf16_avx512bf16, ft_e2m1_order_bf16},
+    {FT_AVX512VNNI, FT_INT8, tile_nvfp4_int8_vnni, ft_nibble_order_int8},
+    {FT_AVX512BF16, FT_BF16, tile_nvfp4_bf16_avx512bf16, ft_nibble_order_bf16},
 #endif
     {FT_LEVELS, 0, NULL, NULL},
 };

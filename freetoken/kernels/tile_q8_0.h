@@ -6,48 +6,40 @@
  */
 #ifndef FREETOKEN_TILE_Q8_0_H
 #define FREETOKEN_TILE_Q8_0_H
-#include "isa.h"
+#include "fp16.h"
 
 enum { Q8_0_BLOCK = 32, Q8_0_BYTES = 544 };
 
-static inline float ft_fp16(const uint8_t *p) { /* exact for every finite value */
-    uint32_t half = p[0] | (uint32_t)p[1] << 8;
-    uint32_t sign = (half & 0x8000) << 16, exponent = (half >> 10) & 31, mantissa = half & 0x3ff;
-    if (exponent) return ft_bits_to_float(sign | (exponent + 112) << 23 | mantissa << 13);
-    float value = (float)mantissa * 0x1p-24f;
-    return sign ? -value : value;
-}
-
-static void tile_q8_0_fp32_scalar(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+static void tile_q8_0_fp32_scalar(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     float sum[16] = {0};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK)
+    for (ptrdiff_t b = 0; b < k / Q8_0_BLOCK; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK)
         for (int row = 0; row < 16; row++) {
             float part = 0;
-            for (int k = 0; k < Q8_0_BLOCK; k++) part += (float)(int8_t)w[32 + 64 * (k / 4) + 4 * row + k % 4] * x[k];
+            for (int i = 0; i < Q8_0_BLOCK; i++) part += (float)(int8_t)w[32 + 64 * (i / 4) + 4 * row + i % 4] * x[i];
             sum[row] += part * ft_fp16(w + 2 * row);
         }
     memcpy(y, sum, sizeof sum);
 }
 
-static void tile_q8_0_int8_scalar(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+static void tile_q8_0_int8_scalar(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
-    const float *scale = ft_int8_scales(xv, blocks * Q8_0_BLOCK);
+    const float *scale = ft_int8_scales(xv, k);
     float sum[16] = {0};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK)
+    for (ptrdiff_t b = 0; b < k / Q8_0_BLOCK; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK)
         for (int row = 0; row < 16; row++) {
             int32_t part = 0;
-            for (int k = 0; k < Q8_0_BLOCK; k++) part += (int8_t)w[32 + 64 * (k / 4) + 4 * row + k % 4] * x[k];
+            for (int i = 0; i < Q8_0_BLOCK; i++) part += (int8_t)w[32 + 64 * (i / 4) + 4 * row + i % 4] * x[i];
             sum[row] += (float)part * scale[b] * ft_fp16(w + 2 * row);
         }
     memcpy(y, sum, sizeof sum);
 }
 
 #ifdef FT_X86
-FT_TARGET_AVX2 static void tile_q8_0_fp32_avx2(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_AVX2 static void tile_q8_0_fp32_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / Q8_0_BLOCK; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
         for (int p = 0; p < 544; p += 64) FT_PREFETCH(w + p);
         for (int h = 0; h < 2; h++) {
             __m256 s0 = _mm256_setzero_ps(), s1 = s0;
@@ -71,12 +63,12 @@ FT_TARGET_AVX2 static void tile_q8_0_fp32_avx2(const uint8_t *w, ptrdiff_t block
     _mm256_storeu_ps(y + 8, sum[1]);
 }
 
-FT_TARGET_AVX2 static void tile_q8_0_int8_avx2(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_AVX2 static void tile_q8_0_int8_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
-    const float *xscale = ft_int8_scales(xv, blocks * Q8_0_BLOCK);
+    const float *xscale = ft_int8_scales(xv, k);
     const __m256i one = _mm256_set1_epi16(1);
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (ptrdiff_t b = 0; b < blocks; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / Q8_0_BLOCK; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
         for (int p = 0; p < 544; p += 64) FT_PREFETCH(w + p);
         for (int h = 0; h < 2; h++) {
             __m256i total = _mm256_setzero_si256();
@@ -94,10 +86,10 @@ FT_TARGET_AVX2 static void tile_q8_0_int8_avx2(const uint8_t *w, ptrdiff_t block
     _mm256_storeu_ps(y + 8, sum[1]);
 }
 
-FT_TARGET_AVX512 static void tile_q8_0_fp32_avx512(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_AVX512 static void tile_q8_0_fp32_avx512(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     __m512 sum = _mm512_setzero_ps();
-    for (ptrdiff_t b = 0; b < blocks; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / Q8_0_BLOCK; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
         for (int p = 0; p < 544; p += 64) FT_PREFETCH(w + p);
         __m512 s[4];
         for (int i = 0; i < 4; i++) s[i] = _mm512_setzero_ps();
@@ -119,13 +111,13 @@ FT_TARGET_AVX512 static void tile_q8_0_fp32_avx512(const uint8_t *w, ptrdiff_t b
     _mm512_storeu_ps(y, sum);
 }
 
-FT_TARGET_VNNI static void tile_q8_0_int8_vnni(const uint8_t *w, ptrdiff_t blocks, const void *xv, float *y) {
+FT_TARGET_VNNI static void tile_q8_0_int8_vnni(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
-    const float *xscale = ft_int8_scales(xv, blocks * Q8_0_BLOCK);
-    const int32_t *sums = ft_int8_sums(xv, blocks * Q8_0_BLOCK, blocks);
+    const float *xscale = ft_int8_scales(xv, k);
+    const int32_t *sums = ft_int8_sums(xv, k, k / Q8_0_BLOCK);
     const __m512i flip = _mm512_set1_epi8((char)0x80);
     __m512 sum = _mm512_setzero_ps();
-    for (ptrdiff_t b = 0; b < blocks; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
+    for (ptrdiff_t b = 0; b < k / Q8_0_BLOCK; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
         for (int p = 0; p < 544; p += 64) FT_PREFETCH(w + p);
         __m512i s0 = _mm512_set1_epi32(-128 * sums[b]), s1 = _mm512_setzero_si512();
         for (int line = 0; line < 8; line += 2) {

@@ -1,17 +1,20 @@
-"""q8_0 and mxfp4 against the gguf package's own blocks."""
+"""q4_0, q8_0 and mxfp4 against the gguf package's own blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from numpy.typing import NDArray
 
 from freetoken import formats
-from freetoken.formats import Matrix
-from freetoken.formats.codes import pack_nibbles, unpack_nibbles
+from freetoken.formats import Matrix, mxfp4, q4_0, q8_0
+from freetoken.formats.codes import unpack_nibbles
 
-Q8_0, MXFP4 = formats.get("q8_0"), formats.get("mxfp4")
+Q4_0, Q8_0, MXFP4 = formats.get("q4_0"), formats.get("q8_0"), formats.get("mxfp4")
 
 
 def q8_0_blocks(matrix: Matrix) -> NDArray[np.uint8]:
@@ -23,19 +26,17 @@ def q8_0_blocks(matrix: Matrix) -> NDArray[np.uint8]:
 
 
 def mxfp4_matrix(blocks: NDArray[np.uint8]) -> Matrix:
-    """ggml's 17-byte blocks, whose byte j holds elements j (low nibble) and j + 16, as a Matrix."""
-    parts = blocks.reshape(len(blocks), -1, 17)
-    nibbles = parts[:, :, 1:]
-    codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(len(blocks), -1)
-    return Matrix(MXFP4, pack_nibbles(codes), parts[:, :, 0].copy())
+    return Matrix(MXFP4, *mxfp4.from_ggml_blocks(blocks))
 
 
-def mxfp4_blocks(matrix: Matrix) -> NDArray[np.uint8]:
+def nibble_blocks(matrix: Matrix) -> NDArray[np.uint8]:
+    """A matrix as ggml's blocks: the scale, then 16 bytes of which byte j holds elements j (low nibble) and j + 16."""
     n, k = matrix.shape
     assert matrix.scales is not None
     codes = unpack_nibbles(matrix.codes).reshape(n, k // 32, 32)
     packed = codes[:, :, :16] | codes[:, :, 16:] << 4
-    return np.concatenate([matrix.scales[:, :, None], packed], axis=2).reshape(n, -1)
+    scales = np.ascontiguousarray(matrix.scales).view(np.uint8).reshape(n, k // 32, -1)
+    return np.concatenate([scales, packed], axis=2).reshape(n, -1)
 
 
 def weights(n: int, k: int, seed: int = 0) -> NDArray[np.float32]:
@@ -74,6 +75,40 @@ def test_q8_0_dequantize_bit_for_bit() -> None:
     scales = rng.integers(0, 0x7C00, (32, 4)).astype(np.uint16) | rng.integers(0, 2, (32, 4)).astype(np.uint16) << 15
     matrix = Matrix(Q8_0, codes, scales)
     np.testing.assert_array_equal(matrix.dequantize(), quants.dequantize(q8_0_blocks(matrix), Type.Q8_0))
+    back = q8_0.from_ggml_blocks(q8_0_blocks(matrix))
+    np.testing.assert_array_equal(back[0], codes)
+    np.testing.assert_array_equal(back[1], scales)
+
+
+def test_q4_0_quantize_bit_for_bit() -> None:
+    values = np.concatenate([weights(64, 256), np.ldexp(weights(16, 256, seed=1), -20).astype(np.float32)])
+    np.testing.assert_array_equal(nibble_blocks(Q4_0.quantize(values)), quants.quantize(values, Type.Q4_0))
+
+
+def test_q4_0_rounds_halves_as_ggml() -> None:
+    """A block whose largest is -8 has scale 1: halves go up, and what rounds to 8 saturates at 7."""
+    halves = np.arange(-7.5, 8, dtype=np.float32)
+    rows = np.stack([np.concatenate([halves, other]) for other in (np.nextafter(halves, np.float32(9)), halves / 3)])
+    rows[:, 31] = -8
+    for signed in (rows, -rows):
+        np.testing.assert_array_equal(nibble_blocks(Q4_0.quantize(signed)), quants.quantize(signed, Type.Q4_0))
+    np.testing.assert_array_equal(unpack_nibbles(Q4_0.quantize(rows).codes)[0, [0, 7, 8, 15, 31]], [1, 8, 9, 15, 0])
+
+
+def test_q4_0_dequantize_bit_for_bit() -> None:
+    rng = np.random.default_rng(4)
+    blocks = rng.integers(0, 256, (32, 4, 18)).astype(np.uint8)
+    blocks[:, :, 1] &= 0xBF  # scales of both signs without NaN and infinity; subnormal ones too
+    raw = blocks.reshape(32, -1)
+    matrix = Matrix(Q4_0, *q4_0.from_ggml_blocks(raw))
+    np.testing.assert_array_equal(matrix.dequantize(), quants.dequantize(raw, Type.Q4_0))
+    np.testing.assert_array_equal(nibble_blocks(matrix), raw)
+
+
+@pytest.mark.parametrize("read", [q4_0.from_ggml_blocks, q8_0.from_ggml_blocks, mxfp4.from_ggml_blocks])
+def test_rows_that_are_not_whole_blocks(read: Callable[[NDArray[np.uint8]], object]) -> None:
+    with pytest.raises(ValueError, match=r"shape \(2, 35\) is not rows of whole blocks"):
+        read(np.zeros((2, 35), np.uint8))
 
 
 def test_mxfp4_dequantize_exactly() -> None:
@@ -82,7 +117,7 @@ def test_mxfp4_dequantize_exactly() -> None:
     blocks = rng.integers(0, 256, (64, 4 * 17)).astype(np.uint8)
     blocks[:, ::17] = np.arange(256).reshape(64, 4).clip(max=252)
     np.testing.assert_array_equal(mxfp4_matrix(blocks).dequantize(), quants.dequantize(blocks, Type.MXFP4))
-    np.testing.assert_array_equal(mxfp4_blocks(mxfp4_matrix(blocks)), blocks)
+    np.testing.assert_array_equal(nibble_blocks(mxfp4_matrix(blocks)), blocks)
 
 
 def test_mxfp4_quantize_is_no_worse() -> None:
@@ -101,4 +136,4 @@ def test_mxfp4_quantize_is_no_worse() -> None:
 
 def test_mxfp4_ours_reads_the_same_there() -> None:
     matrix = MXFP4.quantize(weights(8, 96))
-    np.testing.assert_array_equal(quants.dequantize(mxfp4_blocks(matrix), Type.MXFP4), matrix.dequantize())
+    np.testing.assert_array_equal(quants.dequantize(nibble_blocks(matrix), Type.MXFP4), matrix.dequantize())

@@ -13,16 +13,24 @@ from numpy.typing import NDArray
 
 from freetoken import formats
 from freetoken.errors import ConfigError, FormatError
-from freetoken.formats import Format, Matrix
+from freetoken.formats import Format, Matrix, fp8_block
 from freetoken.formats.codes import E4M3, E8M0
 
 FORMATS = pytest.mark.parametrize("fmt", [formats.get(name) for name in formats.names()], ids=formats.names())
 
 # Largest relative Frobenius error on gaussian weights. bf16: half a step is 2**-9, uniformly spread. q8_0: amax of 32
 # gaussians is about 2.2, so a step is 2.2/127 and its error that over sqrt(12). The 4-bit ones are measured.
-ERROR = {"bf16": 0.002, "mxfp4": 0.112, "nvfp4": 0.095, "q8_0": 0.006}
+ERROR = {
+    "bf16": 0.002,
+    "ds_fp4": 0.112,
+    "fp8_block": 0.0266,
+    "mxfp4": 0.112,
+    "nvfp4": 0.095,
+    "q4_0": 0.088,
+    "q8_0": 0.006,
+}
 
-LARGEST = {"bf16": 3.38e38, "mxfp4": 3.4e38, "nvfp4": 3.4e38, "q8_0": 3.4e38}
+LARGEST = dict.fromkeys(formats.names(), 3.4e38) | {"bf16": 3.38e38}
 """Weights up to which quantize gives finite values (bf16's own largest number is 3.3895e38)."""
 
 
@@ -37,8 +45,12 @@ def relative_error(matrix: Matrix, weights: NDArray[np.float32]) -> float:
 
 def random_matrix(fmt: Format, n: int, blocks: int, seed: int) -> Matrix:
     """Any bytes as codes and scales."""
-    rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 256, (n, blocks * fmt.block * fmt.bits // 8)).astype(np.uint8)
+    return random_of_width(fmt, n, blocks * fmt.block, seed)
+
+
+def random_of_width(fmt: Format, n: int, k: int, seed: int) -> Matrix:
+    rng, blocks = np.random.default_rng(seed), -(-k // fmt.block)
+    codes = rng.integers(0, 256, (n, k * fmt.bits // 8)).astype(np.uint8)
     if fmt.scale_dtype is None:
         return Matrix(fmt, codes)
     return Matrix(fmt, codes, rng.integers(0, np.iinfo(fmt.scale_dtype).max, (n, blocks)).astype(fmt.scale_dtype))
@@ -63,7 +75,9 @@ def test_names_are_the_formats() -> None:
 
 
 def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match="unknown expert format 'q9'; known formats: bf16, mxfp4") as caught:
+    with pytest.raises(
+        ConfigError, match="unknown expert format 'q9'; known formats: bf16, ds_fp4, fp8_block, mxfp4"
+    ) as caught:
         formats.get("q9")
     assert caught.value.value == "q9"
 
@@ -88,6 +102,8 @@ def test_quantized_values_stay(fmt: Format) -> None:
     again = fmt.quantize(weights)
     if fmt.name == "nvfp4":
         assert relative_error(again, weights) < 0.03
+    elif fmt.name == "fp8_block":  # the scale is the reciprocal of a reciprocal
+        np.testing.assert_allclose(again.dequantize(), weights, rtol=2**-22, atol=0)
     elif fmt.name == "q8_0":  # the scale is rounded to fp16 from amax/127 again
         np.testing.assert_allclose(again.dequantize(), weights, rtol=2**-10, atol=0)
     else:
@@ -144,10 +160,10 @@ def test_huge_and_tiny_weights_stay_numbers(fmt: Format, size: float) -> None:
     assert np.isfinite(values).all()
     assert fmt.find_bad(matrix) is None
     assert np.abs(values).max() <= 1.5 * float(np.abs(weights).max())
-    if fmt.name != "q8_0" and size >= 1e-30:  # q8_0: fp16 scales end at 6e-8 and 65504
+    if fmt.scale_dtype is not np.uint16 and size >= 1e-30:  # fp16 scales end at 6e-8 and 65504
         assert relative_error(matrix, weights) < 0.15
-    if fmt.name == "q8_0" and size == 1e38:
-        assert np.abs(values).max() == 127 * 65504, "saturates"
+    if fmt.scale_dtype is np.uint16 and size == 1e38:
+        assert np.abs(values).max() == {"q4_0": 8, "q8_0": 127}[fmt.name] * 65504, "saturates"
 
 
 # --- tiles ------------------------------------------------------------------------------------------------------------
@@ -155,13 +171,15 @@ def test_huge_and_tiny_weights_stay_numbers(fmt: Format, size: float) -> None:
 
 @FORMATS
 @settings(max_examples=30, deadline=None)
-@given(n=st.integers(1, 50), blocks=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
-def test_pack_and_unpack_any_bytes(fmt: Format, n: int, blocks: int, seed: int) -> None:
-    matrix = random_matrix(fmt, n, blocks, seed)
+@given(n=st.integers(1, 50), steps=st.integers(1, 100), seed=st.integers(0, 2**32 - 1))
+def test_pack_and_unpack_any_bytes(fmt: Format, n: int, steps: int, seed: int) -> None:
+    k = fmt.width_step * (steps if fmt.ragged else 1 + steps // 25)
+    matrix = random_of_width(fmt, n, k, seed)
     tiles = fmt.pack(matrix)
-    assert tiles.shape == (-(-n // 16), blocks, fmt.block_bytes)
-    assert tiles.nbytes == -(-n // 16) * fmt.tile_bytes(matrix.shape[1])
-    check_same(fmt.unpack(tiles, n), matrix)
+    assert tiles.shape == (-(-n // 16), fmt.tile_bytes(k))
+    if k % fmt.block == 0:
+        assert fmt.tile_bytes(k) == k // fmt.block * fmt.block_bytes
+    check_same(fmt.unpack(tiles, n, k), matrix)
 
 
 @FORMATS
@@ -169,7 +187,7 @@ def test_pack_and_unpack_any_bytes(fmt: Format, n: int, blocks: int, seed: int) 
 def test_every_byte_has_its_place(fmt: Format, n: int) -> None:
     """The definition of a tile, byte by byte: docs and kernels rely on nothing else."""
     matrix = random_matrix(fmt, n, 3, seed=n)
-    tiles = fmt.pack(matrix)
+    tiles = fmt.pack(matrix).reshape(-1, 3, fmt.block_bytes)
     row_bytes = fmt.block * fmt.bits // 8
     wanted = np.zeros_like(tiles)
     for row in range(n):
@@ -188,7 +206,16 @@ def test_every_byte_has_its_place(fmt: Format, n: int) -> None:
 def test_unpack_takes_the_global_from_another(fmt: Format) -> None:
     plain = random_matrix(fmt, 18, 2, seed=0)
     like = Matrix(fmt, plain.codes, plain.scales, 0.125, divides=True)
-    check_same(fmt.unpack(fmt.pack(like), 18, like), like)
+    check_same(fmt.unpack(fmt.pack(like), 18, like.shape[1], like), like)
+
+
+def test_a_ragged_block_is_a_shorter_block() -> None:
+    fmt = formats.get("fp8_block")
+    matrix = random_of_width(fmt, 20, 128 + 12, seed=0)
+    tiles = fmt.pack(matrix)
+    assert tiles.shape == (2, 64 + 32 * 64 + 64 + 3 * 64)
+    np.testing.assert_array_equal(tiles[:, :2112], fmt.pack(matrix.columns(0, 128)))
+    np.testing.assert_array_equal(tiles[:, 2112:], fmt.pack(matrix.columns(128, 140)))
 
 
 @FORMATS
@@ -198,7 +225,7 @@ def test_slices_pack_like_copies(fmt: Format) -> None:
     part = matrix.rows(16, 35).columns(fmt.block, 3 * fmt.block)
     copy = Matrix(fmt, part.codes.copy(), None if part.scales is None else part.scales.copy())
     np.testing.assert_array_equal(fmt.pack(part), fmt.pack(copy))
-    check_same(fmt.unpack(fmt.pack(part), 19), copy)
+    check_same(fmt.unpack(fmt.pack(part), 19, 2 * fmt.block), copy)
 
 
 @FORMATS
@@ -227,14 +254,27 @@ def test_bf16_takes_88() -> None:
     fmt, weights = formats.get("bf16"), gaussian(88, 88)
     matrix = fmt.quantize(weights)
     assert relative_error(matrix, weights) <= ERROR["bf16"]
-    assert fmt.pack(matrix).shape == (6, 44, 64)
-    check_same(fmt.unpack(fmt.pack(matrix), 88), matrix)
+    assert fmt.pack(matrix).shape == (6, 44 * 64)
+    check_same(fmt.unpack(fmt.pack(matrix), 88, 88), matrix)
+
+
+def test_fp8_block_takes_88_and_2880() -> None:
+    """Ragged last blocks of 88 and 64 weights."""
+    fmt = formats.get("fp8_block")
+    for k in (88, 2880):
+        weights = gaussian(88, k)
+        matrix = fmt.quantize(weights)
+        assert matrix.shape == (88, k)
+        assert matrix.scales is not None and matrix.scales.shape == (88, -(-k // 128))
+        assert relative_error(matrix, weights) <= 1.02 * ERROR["fp8_block"]
 
 
 @FORMATS
 def test_other_widths_are_refused_by_name(fmt: Format) -> None:
-    for k in (0, 1, fmt.block - 1, fmt.block + 1, 5 * fmt.block // 2 * 2 - 1):
-        with pytest.raises(FormatError, match=f"{fmt.name}: the input dimension is {k}, .* block of {fmt.block}") as e:
+    step = fmt.width_step
+    unit = "4 weights of a line" if fmt.ragged else f"block of {fmt.block}"
+    for k in (0, 1, step - 1, step + 1, 5 * step // 2 * 2 - 1):
+        with pytest.raises(FormatError, match=f"{fmt.name}: the input dimension is {k}, .* {unit}") as e:
             fmt.quantize(np.zeros((2, k), np.float32))
         assert e.value.format == fmt.name
 
@@ -251,8 +291,11 @@ def test_sizes(fmt: Format) -> None:
 # --- scales that are no numbers ---------------------------------------------------------------------------------------
 
 BAD_SCALES = {
+    "ds_fp4": ([255], [0, 1, 254]),
+    "fp8_block": ([0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001], [0, 1, 0x7F7FFFFF, 0x80000000, 0xFF7FFFFF]),
     "mxfp4": ([255], [0, 1, 254]),
     "nvfp4": ([0x7F, 0xFF], [0, 1, 0x7E, 0x80, 0xFE]),
+    "q4_0": ([0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF], [0, 1, 0x7BFF, 0x8000, 0xFBFF]),
     "q8_0": ([0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF], [0, 1, 0x7BFF, 0x8000, 0xFBFF]),
 }
 
@@ -273,6 +316,16 @@ def test_find_bad_scales(name: str) -> None:
                 assert not np.isfinite(fmt.dequantize64(matrix)[6, 2 * fmt.block :]).all()
         else:
             assert message is None
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_find_bad_fp8_code(code: int) -> None:
+    fmt = formats.get("fp8_block")
+    matrix = fmt.quantize(gaussian(9, 140))
+    assert fmt.find_bad(matrix) is None
+    matrix.codes[4, 139] = code
+    assert fmt.find_bad(matrix) == "row 4 holds a NaN weight"
+    assert fmt.find_bad(Matrix(fmt, matrix.codes[:, :0], matrix.scales)) is None, "scales can be checked alone"
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, -np.inf])
@@ -298,8 +351,9 @@ def test_find_bad_bf16(bits: int) -> None:
 # --- values by hand ---------------------------------------------------------------------------------------------------
 
 
-def test_mxfp4_value() -> None:
-    fmt = formats.get("mxfp4")
+@pytest.mark.parametrize("name", ["mxfp4", "ds_fp4"])
+def test_mxfp4_value(name: str) -> None:
+    fmt = formats.get(name)
     codes = np.full((1, 16), 0xF1, np.uint8)  # 0.5 at even k, -6 at odd
     for scale in (0, 1, 126, 127, 128, 250):
         values = fmt.dequantize64(Matrix(fmt, codes, np.uint8([[scale]])))
@@ -322,3 +376,61 @@ def test_q8_0_value() -> None:
     for half in (np.float16(2**-24), np.float16(0.1), np.float16(65504), np.float16(-3)):
         values = fmt.dequantize64(Matrix(fmt, codes, half.reshape(1, 1).view(np.uint16)))
         np.testing.assert_array_equal(values, np.full((1, 32), -128 * float(half)))
+
+
+def test_q4_0_value() -> None:
+    fmt = formats.get("q4_0")
+    codes = np.full((1, 16), 0xF3, np.uint8)  # -5 at even k, 7 at odd
+    for half in (np.float16(2**-24), np.float16(0.1), np.float16(65504), np.float16(-3)):
+        values = fmt.dequantize64(Matrix(fmt, codes, half.reshape(1, 1).view(np.uint16)))
+        np.testing.assert_array_equal(values, np.tile([-5, 7], (1, 16)) * float(half))
+
+
+def test_ds_fp4_is_mxfp4_by_another_name() -> None:
+    weights = gaussian(20, 96)
+    ours, theirs = formats.get("ds_fp4").quantize(weights), formats.get("mxfp4").quantize(weights)
+    assert ours.scales is not None and theirs.scales is not None
+    np.testing.assert_array_equal(ours.codes, theirs.codes)
+    np.testing.assert_array_equal(ours.scales, theirs.scales)
+    np.testing.assert_array_equal(ours.format.pack(ours), theirs.format.pack(theirs))
+    assert ours.format.kernels == theirs.format.kernels
+
+
+def test_fp8_block_value() -> None:
+    fmt = formats.get("fp8_block")
+    codes = np.arange(256, dtype=np.uint8)[None, :]
+    codes[codes & 0x7F == 0x7F] = 0
+    for low, high in ((0.1, -3.0), (2.0**-149, 3e38)):
+        scales = np.array([[low, high]], np.float32)
+        values = fmt.dequantize64(Matrix(fmt, codes, scales.view(np.uint32)))
+        np.testing.assert_array_equal(values, E4M3[codes].astype(np.float64) * np.repeat(scales, 128, 1))
+
+
+# --- grids of fp8 scales ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [(128, 128), (64, 128), (1, 256), (200, 384), (3, 128)])
+def test_grid_is_a_scale_for_each_weight(block: tuple[int, int]) -> None:
+    n, k = 200, 300
+    shape = -(-n // block[0]), -(-k // block[1])
+    grid = np.random.default_rng(0).uniform(1, 2, shape).astype(np.float32)
+    scales = fp8_block.from_grid(grid, n, k, block)
+    assert scales.shape == (200, 3)
+    wanted = np.repeat(np.repeat(grid, block[0], 0)[:n], block[1], 1)[:, :k]
+    np.testing.assert_array_equal(np.repeat(scales.view(np.float32), 128, 1)[:, :k], wanted)
+
+
+def test_grid_of_64_columns_only_where_neighbours_agree() -> None:
+    grid = np.array([[1, 1, 3, 3, 5], [2, 2, 4, 4, 6]], np.float32)
+    scales = fp8_block.from_grid(grid, 100, 64 * 5, (64, 64))
+    np.testing.assert_array_equal(scales[[0, 63, 64, 99]].view(np.float32), [[1, 3, 5]] * 2 + [[2, 4, 6]] * 2)
+    grid[1, 3] = 7
+    with pytest.raises(FormatError, match="fp8_block: scales per 64 columns differ inside its blocks of 128"):
+        fp8_block.from_grid(grid, 100, 64 * 5, (64, 64))
+
+
+def test_grids_that_do_not_fit() -> None:
+    with pytest.raises(FormatError, match=r"a grid of \(2, 2\) scales does not cover \(128, 256\)"):
+        fp8_block.from_grid(np.ones((2, 2), np.float32), 128, 256)
+    with pytest.raises(FormatError, match="scale blocks of 96 columns do not fit"):
+        fp8_block.from_grid(np.ones((1, 2), np.float32), 128, 192, (128, 96))

@@ -27,7 +27,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "record_v1.json"
 
 def shape_of(fmt: Format) -> tuple[int, int]:
     """(H, I), ragged where the format allows it."""
-    return (22, 42) if fmt.block == 2 else (3 * fmt.block, 5 * fmt.block)
+    return {2: (22, 42), 128: (140, 396)}.get(fmt.block, (3 * fmt.block, 5 * fmt.block))
 
 
 def layout_of(fmt: Format, bias: bool = False) -> RecordLayout:
@@ -258,7 +258,7 @@ def test_shard_bounds_refused(fmt: Format) -> None:
 @pytest.mark.parametrize(("inner", "parts"), [(640, 3), (2880, 4), (768, 5), (88, 2)])
 @FORMATS
 def test_shards_are_experts_that_add_up(fmt: Format, inner: int, parts: int, bias: bool) -> None:
-    if inner % fmt.block:
+    if inner % fmt.width_step or inner <= (parts - 1) * fmt.granule:
         with pytest.raises(FormatError):
             shard_bounds(fmt, inner, parts)
         return
@@ -299,16 +299,21 @@ def golden_matrix(fmt: Format, n: int, k: int, salt: int) -> Matrix:
     codes = (numbers(n * k * fmt.bits // 8, salt) & 0xFF).astype(np.uint8).reshape(n, -1)
     if fmt.bits == 16:
         codes = (codes.view(np.uint16) & 0xBFFF).view(np.uint8)
+    if fmt.name == "fp8_block":
+        codes -= codes & 0x7F == 0x7F
     if fmt.scale_dtype is None:
         return Matrix(fmt, codes)
-    mask = 0x3F if fmt.scale_bytes == 1 else 0x3FFF
-    scales = (numbers(n * (k // fmt.block), salt + 1) & mask).astype(fmt.scale_dtype).reshape(n, -1)
+    mask = {1: 0x3F, 2: 0x3FFF, 4: 0x3FFF}[fmt.scale_bytes]
+    scales = (numbers(n * -(-k // fmt.block), salt + 1) & mask).astype(fmt.scale_dtype).reshape(n, -1)
+    if fmt.scale_bytes == 4:
+        scales = scales << 16 | scales
     return Matrix(fmt, codes, scales, 1 / (1 << salt) if fmt.name == "nvfp4" else 1.0)
 
 
 def golden_record(fmt: Format) -> tuple[RecordLayout, NDArray[np.uint8]]:
-    """A small record with biases; bf16's has ragged tiles."""
-    layout = RecordLayout(fmt, *((6, 18) if fmt.block == 2 else (fmt.block, 2 * fmt.block)), bias=True)
+    """A small record with biases; bf16's has ragged tiles, fp8_block's ragged blocks."""
+    shape = {2: (6, 18), 128: (20, 132)}.get(fmt.block, (fmt.block, 2 * fmt.block))
+    layout = RecordLayout(fmt, *shape, bias=True)
     hidden, inner = layout.hidden, layout.intermediate
     biases = [(numbers(n, 8) / 4096).astype(np.float32) for n in (inner, hidden)]
     expert = Expert(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from transformers.integrations import finegrained_fp8
 
 import freetoken
 from freetoken import formats
@@ -24,6 +26,7 @@ from tests.support.oracle import dequantize_folder, dequantize_matrix, map_exper
 BOUND = 1e-4
 LOADS = {  # folder -> format of its experts
     "bf16-transformers-deepseekv3": "bf16",
+    "bf16-transformers-deepseekv4": "bf16",
     "bf16-transformers-gptoss": "bf16",
     "bf16-transformers-mixtral": "bf16",
     "bf16-transformers-qwen3moe": "bf16",
@@ -39,7 +42,6 @@ LOADS = {  # folder -> format of its experts
     "nvfp4a16-modelopt-qwen3moe": "nvfp4",
 }
 REFUSED = {  # folder -> what the error says
-    "bf16-transformers-deepseekv4": (freetoken.UnsupportedError, "DeepseekV4Experts applies an activation"),
     "fp4-deepseekv4-constructed": (freetoken.CheckpointError, "quant_method 'fp8'"),
     "fp8block-llmcompressor-qwen3moe256": (freetoken.CheckpointError, "'float-quantized'"),
     "fp8block-transformers-qwen3moe256": (freetoken.CheckpointError, "quant_method 'fp8'"),
@@ -108,10 +110,23 @@ def test_logits_of_checkpoints_made_here(tmp_path: Path, dialect: str) -> None:
 # --- experts quantized while loading ---------------------------------------------------------------------------------
 
 
-def through_gguf(weights: torch.Tensor) -> torch.Tensor:
-    """q8_0 and back by llama.cpp's Python package."""
-    kind = gguf.GGMLQuantizationType.Q8_0
-    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weights.numpy(), kind), kind))
+def through_gguf(kind: gguf.GGMLQuantizationType) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A type of ggml's and back by llama.cpp's Python package."""
+
+    def change(weights: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weights.numpy(), kind), kind))
+
+    return change
+
+
+def through_transformers(weights: torch.Tensor) -> torch.Tensor:
+    """fp8_block and back in transformers' operations; the grid is padded, which its quantization does not do itself."""
+    n, k = weights.shape
+    config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
+    padded = torch.nn.functional.pad(weights.float(), (0, -k % 128, 0, -n % 128))
+    parts = finegrained_fp8.Fp8Quantize(SimpleNamespace(quantization_config=config))._quantize_one("weight", padded)
+    whole = finegrained_fp8.Fp8Dequantize(None)._dequantize_one(*parts.values(), output_dtype=torch.float32)
+    return whole[:n, :k].contiguous()
 
 
 def through_oracle(name: str, role_names: dict[str, str]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -131,8 +146,11 @@ def through_oracle(name: str, role_names: dict[str, str]) -> Callable[[torch.Ten
 
 QUANTIZERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bf16": lambda weights: weights,
-    "q8_0": through_gguf,
+    "fp8_block": through_transformers,
+    "q4_0": through_gguf(gguf.GGMLQuantizationType.Q4_0),
+    "q8_0": through_gguf(gguf.GGMLQuantizationType.Q8_0),
     "nvfp4": through_oracle("nvfp4", {"codes": "weight", "scales": "weight_scale", "global": "weight_scale_2"}),
+    "ds_fp4": through_oracle("ds_fp4", {"codes": "weight_packed", "scales": "weight_scale"}),
     "mxfp4": through_oracle("mxfp4", {"codes": "weight_packed", "scales": "weight_scale"}),
 }
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import io
+import math
 import os
 import pickle
 import re
@@ -431,9 +432,19 @@ class FakeGptOssExperts(FakeExperts):
 class FakeClampedExperts(FakeExperts):
     """Clamps, then SiLU: near enough to plain SiLU to be taken for it by its name or on small numbers."""
 
+    clamp = 10.0
+
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10)
+        return torch.nn.functional.silu(gate.clamp(max=self.clamp)) * up.clamp(-self.clamp, self.clamp)
+
+
+class FakeClampedLateExperts(FakeExperts):
+    """SiLU, then the clamp: the same but near the limit."""
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
 
 
 class FakeGeluExperts(FakeExperts):
@@ -451,6 +462,11 @@ class FakeSwappedExperts(FakeExperts):
 def test_known_activations_are_found() -> None:
     assert find_activation(FakeExperts()) == Activation("silu")
     assert find_activation(FakeGptOssExperts(alpha=1.702, limit=7.0)) == Activation("swiglu_clamped", 1.702, 7.0)
+    assert find_activation(FakeClampedExperts(limit=10)) == Activation("silu_limited", limit=10.0)
+    assert find_activation(FakeClampedExperts(swiglu_limit=7.0, clamp=7.0)) == Activation("silu_limited", limit=7.0)
+    assert find_activation(FakeClampedExperts(limit=2e4, clamp=2e4)) == Activation("silu_limited", limit=2e4)
+    assert find_activation(FakeExperts(limit=2e4)) == Activation("silu"), "a limit that is not applied"
+    assert find_activation(FakeClampedExperts(limit=math.inf, clamp=math.inf)) == Activation("silu")
     assert find_activation(FakeGptOssExperts(alpha=1.5, limit=9)) == Activation("swiglu_clamped", 1.5, 9.0)
 
 
@@ -458,7 +474,8 @@ def test_known_activations_are_found() -> None:
     ("module", "words"),
     [
         (FakeClampedExperts(), "activation that no kernel has"),
-        (FakeClampedExperts(alpha=1.0, limit=10.0), "activation that no kernel has"),
+        (FakeClampedExperts(alpha=1.0, limit=9.0), "activation that no kernel has"),
+        (FakeClampedLateExperts(limit=10.0), "activation that no kernel has"),
         (FakeGeluExperts(), "activation that no kernel has"),
         (FakeSwappedExperts(), "activation that no kernel has"),
         (FakeExperts(has_gate=False), "without a gate"),

@@ -27,6 +27,7 @@ from freetoken.kernels import _tile_nvfp4, reference
 from freetoken.kernels._experts import ExpertLayer, Scratch
 from freetoken.kernels._isa import TileKernel
 from tests.support.experts import (
+    DEEPSEEK_V4,
     GPT_OSS,
     HALF,
     SILU,
@@ -56,17 +57,18 @@ SCALED_KERNELS = for_kernels(lambda fmt: fmt.scale_dtype is not None)
 SHAPES = [
     *[(2, 2), (10, 18), (6, 88), (88, 6), (18, 34)],  # bf16
     *[(16, 16), (48, 80), (16, 640), (2880, 16)],  # and nvfp4
+    *[(4, 12), (88, 88), (132, 260)],  # fp8_block
     *[(32, 32), (96, 64), (32, 160), (2880, 32), (32, 2880), (32, 768), (64, 1408)],
 ]
 
 
 def shapes_of(fmt: Format) -> list[tuple[int, int]]:
-    return [shape for shape in SHAPES if all(width % fmt.block == 0 for width in shape)]
+    return [shape for shape in SHAPES if all(width % fmt.width_step == 0 for width in shape)]
 
 
 def small(fmt: Format) -> tuple[int, int]:
-    """(H, I) of three and five blocks, more than one tile: odd in every way that the format allows."""
-    return {2: (38, 22), 16: (48, 80)}.get(fmt.block, (3 * fmt.block, 5 * fmt.block))
+    """(H, I) of about three and five blocks, more than one tile: odd in every way that the format allows."""
+    return {2: (38, 22), 16: (48, 80), 128: (300, 404)}.get(fmt.block, (3 * fmt.block, 5 * fmt.block))
 
 
 @dataclass(frozen=True)
@@ -153,17 +155,29 @@ def test_round_bf16_rounds_what_an_fp32_tile_sees(fmt: Format, kernel: TileKerne
     check_matches_reference(case, out, "bf16" if kernel.act == "fp32" else kernel.act)
 
 
+@pytest.mark.parametrize("how", [GPT_OSS, DEEPSEEK_V4], ids=["gpt-oss", "deepseek-v4"])
 @KERNELS
-def test_clamps(fmt: Format, kernel: TileKernel) -> None:
+def test_clamps(fmt: Format, kernel: TileKernel, how: Activation) -> None:
     """Inputs so large that gate and up pass the limit on every side that has one."""
-    case = make_case(fmt, small(fmt), True, GPT_OSS, 5)
+    case = make_case(fmt, small(fmt), True, how, 5)
     x, routes = 20 * case.x, case.routes
     expert = case.layout.unpack(case.bank[routes[0][0, 0]])
     for matrix, sides in ((expert.gate, (1,)), (expert.up, (-1, 1))):
-        assert all((side * (x[:1] @ matrix.dequantize().T) > 1.5 * GPT_OSS.limit).any() for side in sides)
-    out = run(kernel, case.layout, case.bank, x, *routes, GPT_OSS)
-    wanted, slack = run_layer_rounded(kernel.act, case.bank, case.layout, x, *routes, GPT_OSS)
+        assert all((side * (x[:1] @ matrix.dequantize().T) > 1.5 * how.limit).any() for side in sides)
+    out = run(kernel, case.layout, case.bank, x, *routes, how)
+    wanted, slack = run_layer_rounded(kernel.act, case.bank, case.layout, x, *routes, how)
     check_close(out, wanted, reference.ERROR_BOUND["fp32"], slack)
+
+
+@pytest.mark.parametrize("how", [SILU, DEEPSEEK_V4], ids=["silu", "deepseek-v4"])
+@KERNELS
+@pytest.mark.parametrize("value", [np.nan, -np.nan])
+def test_a_nan_passes_activations(fmt: Format, kernel: TileKernel, value: float, how: Activation) -> None:
+    case = make_case(fmt, small(fmt), False, how, 2)
+    x = case.x.copy()
+    x[1] = value
+    out = run(kernel, case.layout, case.bank, x, *case.routes, how)
+    assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
 
 
 @KERNELS
@@ -277,16 +291,25 @@ def test_zero_activations_give_exact_zeros(fmt: Format, kernel: TileKernel) -> N
 # fp32, in every tile function.
 
 
-ONE = {"bf16": (0x3F80, None), "mxfp4": (2, 127), "nvfp4": (2, 0x38), "q8_0": (1, 0x3C00)}
-"""Code and scale of exactly 1 in each format, with a global scale of 1."""
+ONE = {
+    "bf16": (0x3F80, None),
+    "ds_fp4": (2, 127),
+    "fp8_block": (0x38, 0x3F800000),
+    "mxfp4": (2, 127),
+    "nvfp4": (2, 0x38),
+    "q4_0": (9, 0x3C00),
+    "q8_0": (1, 0x3C00),
+}
+ZERO = {"q4_0": 8}
+"""Code and scale of exactly 1 in each format, with a global scale of 1; and the code of 0 where that is not 0."""
 
 
 def identity(fmt: Format, n: int, k: int) -> Matrix:
     """Ones on the diagonal, exactly (quantize would choose other scales, which need not divide)."""
     code, scale = ONE[fmt.name]
-    codes = (code * np.eye(n, k)).astype(np.uint16 if fmt.bits == 16 else np.uint8)
+    codes = np.where(np.eye(n, k), code, ZERO.get(fmt.name, 0)).astype(np.uint16 if fmt.bits == 16 else np.uint8)
     packed = pack_nibbles(codes) if fmt.bits == 4 else codes.view(np.uint8)
-    return Matrix(fmt, packed, None if scale is None else np.full((n, k // fmt.block), scale, fmt.scale_dtype))
+    return Matrix(fmt, packed, None if scale is None else np.full((n, fmt.n_blocks(k)), scale, fmt.scale_dtype))
 
 
 def run_down(kernel: TileKernel, down: Matrix, exponent: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
@@ -312,7 +335,7 @@ def random_nibbles(n: int, k: int) -> NDArray[np.uint8]:
     return pack_nibbles(np.random.default_rng(3).integers(0, 16, (n, k)).astype(np.uint8))
 
 
-@for_kernels(lambda fmt: fmt.name == "mxfp4")
+@for_kernels(lambda fmt: fmt.kernels == "mxfp4")
 def test_every_e8m0_scale(fmt: Format, kernel: TileKernel) -> None:
     """From code 0, 2**-127, itself subnormal, to 254, 2**127; x = 2**-14 keeps all products in fp32's range."""
     scales = np.minimum(np.arange(256), 254).astype(np.uint8).reshape(256, 1)
@@ -330,12 +353,37 @@ def test_every_e4m3_scale(fmt: Format, kernel: TileKernel) -> None:
     np.testing.assert_array_equal(out, wanted.astype(np.float32))
 
 
+def fp16_scales() -> NDArray[np.uint16]:
+    """(96, 1) bits: subnormals, zeros, negatives, the largest and others; no NaN or infinity."""
+    edges = [0, 1, 2, 3, 0x1FF, 0x3FF, 0x400, 0x401, 0x3C00, 0x7BFF]
+    others = np.random.default_rng(6).integers(0, 0x7C00, 76)
+    return np.array([*edges, *[0x8000 | e for e in edges], *others], np.uint16).reshape(96, 1)
+
+
+@for_kernels(lambda fmt: fmt.name == "fp8_block")
+@pytest.mark.parametrize("scale", [1.0, -0.1, 2.0**-126, 2.0**-149, 3e30])
+def test_every_e4m3_weight(fmt: Format, kernel: TileKernel, scale: float) -> None:
+    """One weight a row, so that sums are exact: every code but the NaNs, in every place of ragged blocks."""
+    row, inner = np.arange(512), 128 + 20
+    codes = np.zeros((512, inner), np.uint8)
+    codes[row, row * 37 % inner] = np.where(row & 0x7F == 0x7F, row - 1, row)
+    scales = np.full((512, 2), scale, np.float32)
+    out, wanted = run_down(kernel, Matrix(fmt, codes, scales.view(np.uint32)), 0)
+    np.testing.assert_array_equal(out, wanted.astype(np.float32))
+    assert np.count_nonzero(wanted) > 400
+
+
+@for_kernels(lambda fmt: fmt.name == "q4_0")
+def test_every_q4_0_code_with_fp16_scales(fmt: Format, kernel: TileKernel) -> None:
+    out, wanted = run_down(kernel, Matrix(fmt, random_nibbles(96, 32), fp16_scales()), 0)
+    np.testing.assert_array_equal(out, wanted.astype(np.float32))
+
+
 @for_kernels(lambda fmt: fmt.name == "q8_0")
 def test_fp16_scales_and_the_lowest_int8(fmt: Format, kernel: TileKernel) -> None:
-    """Code -128, which ggml never writes but a file may hold; fp16 subnormals, zeros, negatives and the largest."""
+    """Code -128, which ggml never writes but a file may hold."""
     rng = np.random.default_rng(5)
-    edges = [0, 1, 2, 3, 0x1FF, 0x3FF, 0x400, 0x401, 0x3C00, 0x7BFF]
-    scales = np.array([*edges, *[0x8000 | e for e in edges], *rng.integers(0, 0x7C00, 76)], np.uint16).reshape(96, 1)
+    scales = fp16_scales()
     codes = rng.integers(-128, 128, (96, 32)).astype(np.int8)
     codes[::3] = -128
     codes[1::3, ::2] = -128
@@ -364,7 +412,9 @@ def test_all_zero_blocks(fmt: Format, kernel: TileKernel) -> None:
     weights[:, block:] = rng.integers(-6, 7, (hidden, block)) // 2
     down = fmt.quantize(weights)
     assert down.scales is not None
-    largest = {"mxfp4": 254, "nvfp4": 0x7E, "q8_0": 0x7BFF}[fmt.name]
+    largest = {"ds_fp4": 254, "fp8_block": 0x7F7FFFFF, "mxfp4": 254, "nvfp4": 0x7E, "q4_0": 0x7BFF, "q8_0": 0x7BFF}[
+        fmt.name
+    ]
     for scale in (0, 1, largest):
         scales = down.scales.copy()
         scales[:, 0] = scale
@@ -379,10 +429,19 @@ def test_all_zero_blocks(fmt: Format, kernel: TileKernel) -> None:
 def test_mixed_edge_scales_in_one_row(fmt: Format, kernel: TileKernel) -> None:
     """Several blocks with very different scales: rounding stays within fp32's of the sum of magnitudes."""
     rng = np.random.default_rng(11)
-    hidden, inner = 7 * 32, 6 * fmt.block
-    edges = {"mxfp4": [0, 1, 64, 126, 127, 254], "nvfp4": [0, 1, 7, 0x87, 0x38, 0x7E], "q8_0": [0, 1, 0x3FF, 0xBC00]}
+    hidden, inner = 7 * max(32, fmt.block), 6 * fmt.block
+    edges = {
+        "ds_fp4": [0, 1, 64, 126, 127, 254],
+        "fp8_block": [0, 1, 0x00800000, 0x3F800001, 0xBF800000, 0x71800000],
+        "mxfp4": [0, 1, 64, 126, 127, 254],
+        "nvfp4": [0, 1, 7, 0x87, 0x38, 0x7E],
+        "q4_0": [0, 1, 0x3FF, 0xBC00],
+        "q8_0": [0, 1, 0x3FF, 0xBC00],
+    }
     scales = rng.choice(edges[fmt.name], (hidden, 6)).astype(fmt.scale_dtype)
     codes = rng.integers(0, 256, (hidden, inner * fmt.bits // 8)).astype(np.uint8)
+    if fmt.name == "fp8_block":
+        codes[codes & 0x7F == 0x7F] = 0
     down = Matrix(fmt, codes, scales)
     out, wanted = run_down(kernel, down, -14)
     magnitude = np.abs(fmt.dequantize64(down)).sum(axis=1) * np.ldexp(64, -14)
@@ -416,8 +475,8 @@ def guard_params() -> list[ParameterSet]:
     found = []
     for param in kernel_params():
         fmt, kernel = param.values
-        for shape in ((fmt.block, fmt.block), (10, 18), (6, 88), small(fmt)):
-            if not any(width % fmt.block for width in shape):
+        for shape in ((fmt.block, fmt.block), (10, 18), (6, 88), (4, 88), small(fmt)):
+            if not any(width % fmt.width_step for width in shape):
                 name = f"{param.id}-{shape[0]}x{shape[1]}"
                 found.append(pytest.param(fmt, kernel, shape, id=name, marks=param.marks))
     return found
@@ -465,7 +524,9 @@ def test_refuses_a_bank_that_does_not_fit_the_layout(plain: Case) -> None:
 
 
 def test_refuses_an_unknown_activation(plain: Case) -> None:
-    with pytest.raises(ValueError, match="unknown activation 'gelu'"):
+    with pytest.raises(
+        ValueError, match="unknown activation 'gelu', expected one of silu, silu_limited, swiglu_clamped"
+    ):
         ExpertLayer(plain.bank, plain.layout, scalar(plain), "gelu")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 
 from freetoken import formats
 from freetoken.formats.codes import bf16_to_fp32, fp32_to_bf16
@@ -56,6 +59,16 @@ def test_gpt_oss(name: str, size: float) -> None:
     wanted = gpt_oss_mlp(expert, torch.from_numpy(x)).numpy()
     out = reference.run_expert(expert, x, "swiglu_clamped", 1.702, 7.0)
     np.testing.assert_allclose(out, wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_silu_limited_is_deepseek_v4s() -> None:
+    """`DeepseekV4Experts._apply_gate` itself, on inputs on both sides of every limit."""
+    experts = SimpleNamespace(limit=10.0, act_fn=torch.nn.functional.silu)
+    gate, up = (np.random.default_rng(i).standard_normal((7, 40)) * 12 for i in (0, 1))
+    gate[0, :4], up[0, :4] = [10, -10, 1e4, -1e4], [-10, 10, -1e4, 1e4]
+    wanted = DeepseekV4Experts._apply_gate(experts, torch.from_numpy(np.concatenate([gate, up], axis=1)))
+    out = reference.activate(gate, up, "silu_limited", 0, 10.0)
+    np.testing.assert_allclose(out, wanted.numpy(), rtol=1e-14, atol=0)
 
 
 def test_activations_do_not_overflow() -> None:

@@ -33,6 +33,8 @@ class Activation:
 
 
 SILU = Activation()
+DEEPSEEK_V4 = Activation("silu_limited", 0.0, 2.0)
+"""With a limit that inputs of normal size pass."""
 GPT_OSS = Activation("swiglu_clamped", 1.702, 7.0)
 HALF = Activation("swiglu_clamped", 0.0, 3e38)
 """With up rows of zero: exactly gate / 2."""
@@ -40,7 +42,7 @@ HALF = Activation("swiglu_clamped", 0.0, 3e38)
 
 def table(fmt: Format) -> list[TileKernel]:
     """All tile functions of a format, whether or not this CPU can run them."""
-    kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels.{fmt.kernels}").kernels()
+    kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels._tile_{fmt.kernels}").kernels()
     return kernels
 
 

@@ -1,0 +1,93 @@
+"""fp8_block: e4m3 codes, fp32 scales that multiply, given per 128 x 128 block of the weight.
+
+Checkpoints write the grid of scales (ceil(N / 128), ceil(K / 128)) as `weight_scale_inv` (F32, BF16 or F8_E8M0; it
+multiplies in spite of its name) or, by compressed-tensors, as `weight_scale` (BF16); codes are `weight`, F8_E4M3. A
+`Matrix` holds a scale for each row and K-block: `from_grid` repeats a grid's rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freetoken.errors import FormatError
+from freetoken.formats.base import Format, Matrix
+from freetoken.formats.codes import E4M3, fp32_to_e4m3
+
+_BLOCK = 128
+_SMALLEST = np.float32(448 * 2.0**-126)
+"""Blocks of smaller weights take the smallest normal scale: a subnormal one costs some processors dearly."""
+
+
+class FP8Block(Format):
+    """Value = e4m3 * fp32 scale. A row's last block may be ragged, by lines of 4 weights."""
+
+    name = "fp8_block"
+    bits = 8
+    block = _BLOCK
+    scale_dtype = np.uint32
+    ragged = True
+    row_group = _BLOCK
+    kernels = "fp8_block"
+    spellings = ()
+
+    def quantize_rows(
+        self, weights: NDArray[np.float32], factor: np.float32
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+        """Scale amax / 448 of each 128 x 128 block, in the operations of transformers' Fp8Quantize."""
+        n, k = weights.shape
+        edges = [np.arange(0, size, _BLOCK) for size in (n, k)]
+        amax = np.maximum.reduceat(np.maximum.reduceat(np.abs(weights), edges[1], axis=1), edges[0], axis=0)
+        amax = np.where(amax > 0, np.maximum(amax, _SMALLEST), np.float32(448))
+        forward = (np.float32(448) * (1 / amax)).astype(np.float32)  # torch divides a number by a tensor like this
+        scaled = weights * _expand(forward, n, k)
+        sign = np.signbit(scaled).view(np.uint8) << np.uint8(7)
+        return fp32_to_e4m3(np.abs(scaled)) | sign, from_grid((1 / forward).astype(np.float32), n, k)
+
+    def dequantize64(self, matrix: Matrix) -> NDArray[np.float64]:
+        k = matrix.shape[1]
+        assert matrix.scales is not None
+        scales = np.ascontiguousarray(matrix.scales).view(np.float32).astype(np.float64)
+        return E4M3[matrix.codes].astype(np.float64) * np.repeat(scales, _BLOCK, axis=1)[:, :k]
+
+    def find_bad(self, matrix: Matrix) -> str | None:
+        assert matrix.scales is not None
+        bad = np.flatnonzero(((matrix.scales & 0x7F800000) == 0x7F800000).any(axis=1))
+        if bad.size:
+            return f"row {bad[0]} has a NaN or infinite block scale"
+        bad = np.flatnonzero(((matrix.codes & 0x7F) == 0x7F).any(axis=1))
+        return f"row {bad[0]} holds a NaN weight" if bad.size else None
+
+
+def from_grid(
+    grid: NDArray[np.float32], n: int, k: int, block: tuple[int, int] = (_BLOCK, _BLOCK)
+) -> NDArray[np.uint32]:
+    """Scales (N, ceil(K / 128)) of a matrix (n, k) from a checkpoint's fp32 grid, one scale per block (rows, columns).
+
+    Any number of rows is legal, so is a number of columns that 128 divides or is divided by; in the latter case the
+    scales that fall into one 128 must agree, because a record has one for them. Raises `FormatError` otherwise.
+    """
+    rows, columns = block
+    if grid.shape != (-(-n // rows), -(-k // columns)):
+        raise _grid_error(f"a grid of {grid.shape} scales does not cover ({n}, {k}) in blocks of {block}", n, k)
+    if columns % _BLOCK and _BLOCK % columns:
+        raise _grid_error(f"scale blocks of {columns} columns do not fit its blocks of {_BLOCK}", n, k)
+    if columns < _BLOCK:
+        share = _BLOCK // columns
+        if not np.array_equal(grid, np.repeat(grid[:, ::share], share, axis=1)[:, : grid.shape[1]]):
+            raise _grid_error(f"scales per {columns} columns differ inside its blocks of {_BLOCK}", n, k)
+        by_block = grid[:, ::share]
+    else:
+        by_block = np.repeat(grid, columns // _BLOCK, axis=1)[:, : -(-k // _BLOCK)]
+    return np.repeat(np.ascontiguousarray(by_block, np.float32).view(np.uint32), rows, axis=0)[:n]
+
+
+def _expand(grid: NDArray[np.float32], n: int, k: int) -> NDArray[np.float32]:
+    return np.repeat(np.repeat(grid, _BLOCK, axis=0)[:n], _BLOCK, axis=1)[:, :k]
+
+
+def _grid_error(what: str, n: int, k: int) -> FormatError:
+    return FormatError(f"fp8_block: {what}; choose another expert format", format="fp8_block", shape=(n, k))
+
+
+FORMAT = FP8Block()

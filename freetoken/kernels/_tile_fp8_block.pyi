@@ -1,0 +1,3 @@
+from freetoken.kernels._isa import TileKernel
+
+def kernels() -> list[TileKernel]: ...

@@ -1,0 +1,111 @@
+/* What the formats with 4-bit codes share: the decoding of one line through a table of 16 values, and the k-orders.
+ *
+ * A line is 8 weights of 16 rows: nibble i of a row's dword is weight i. For int8 activations values are unsigned
+ * bytes (a multiple of the value plus an offset), because VPDPBUSD and PMADDUBSW want one unsigned side; the
+ * activations' sum corrects for the offset. The table is a constant at every call, so that its choices are made by
+ * the compiler.
+ *
+ * k-orders: shifting a dword by 4 i brings nibbles i and i + 4 into the low nibbles of its two halves, so bf16
+ * pairs are (0,4) (1,5) (2,6) (3,7). Masking the low, then the high nibbles of its bytes gives bytes of weights
+ * 0 2 4 6, then 1 3 5 7.
+ */
+#ifndef FREETOKEN_NIBBLE_H
+#define FREETOKEN_NIBBLE_H
+#include "isa.h"
+
+typedef struct {
+    float fp32[16];     /* value of each code */
+    uint16_t bf16[16];  /* the same, exactly; none is subnormal */
+    uint8_t bytes[16];  /* multiple * value + offset, at most 24 */
+    int offset;
+    int bytes_are_codes; /* bytes[i] is i: nothing to look up */
+} ft_nibble;
+
+static const uint8_t ft_nibble_order_bf16[8] = {0, 2, 4, 6, 1, 3, 5, 7}; /* weight k stands at order[k] */
+static const uint8_t ft_nibble_order_int8[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+/* The scalar definition of one line: 16 rows' sums of 8 products. */
+static inline void ft_nibble_line_fp32(const ft_nibble *t, const uint8_t *w, const float *x, float *sum) {
+    for (int row = 0; row < 16; row++) {
+        uint32_t lane = ft_load32(w + 4 * row);
+        for (int k = 0; k < 8; k++) sum[row] += t->fp32[(lane >> (4 * k)) & 15] * x[k];
+    }
+}
+
+/* The integer sums of one line, times the table's multiple; x is in int8 order. */
+static inline void ft_nibble_line_int8(const ft_nibble *t, const uint8_t *w, const int8_t *x, int32_t *sum) {
+    for (int row = 0; row < 16; row++) {
+        uint32_t lane = ft_load32(w + 4 * row);
+        for (int k = 0; k < 8; k++)
+            sum[row] += ((int)t->bytes[(lane >> (4 * k)) & 15] - t->offset) * x[ft_nibble_order_int8[k]];
+    }
+}
+
+#ifdef FT_X86
+/* 8 rows of one line against 8 int8 activations: pairs of products in 16 bits, at most 24 * 127 * 4 = 12,192. */
+FT_TARGET_AVX2 static inline __m256i ft_nibble_half_int8_avx2(const ft_nibble *t, const uint8_t *w,
+                                                              const int8_t *x) {
+    const __m256i lut = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)t->bytes));
+    const __m256i low = _mm256_set1_epi8(15);
+    __m256i v = _mm256_loadu_si256((const void *)w);
+    __m256i even = _mm256_and_si256(v, low), odd = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
+    if (!t->bytes_are_codes) {
+        even = _mm256_shuffle_epi8(lut, even);
+        odd = _mm256_shuffle_epi8(lut, odd);
+    }
+    __m256i x0 = _mm256_set1_epi32((int)ft_load32((const uint8_t *)x));
+    __m256i x1 = _mm256_set1_epi32((int)ft_load32((const uint8_t *)x + 4));
+    return _mm256_add_epi16(_mm256_maddubs_epi16(even, x0), _mm256_maddubs_epi16(odd, x1));
+}
+
+/* The same of 4 lines, 256 bytes, in 32 bits: a block of 32 weights without its offset taken off. */
+FT_TARGET_AVX2 static inline __m256i ft_nibble_half32_int8_avx2(const ft_nibble *t, const uint8_t *w,
+                                                                const int8_t *x) {
+    const __m256i one = _mm256_set1_epi16(1);
+    __m256i sum = _mm256_setzero_si256();
+    for (int line = 0; line < 4; line += 2) {
+        __m256i a = ft_nibble_half_int8_avx2(t, w + 64 * line, x + 8 * line);
+        __m256i b = ft_nibble_half_int8_avx2(t, w + 64 * line + 64, x + 8 * line + 8);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_add_epi16(a, b), one));
+    }
+    return sum;
+}
+
+FT_TARGET_AVX512 static inline void ft_nibble_line_avx512(const ft_nibble *t, const uint8_t *w, const float *x,
+                                                          __m512 *s0, __m512 *s1) {
+    const __m512 lut = _mm512_loadu_ps(t->fp32); /* the low 4 bits of a lane choose */
+    __m512i v = _mm512_loadu_si512(w);
+    for (int k = 0; k < 8; k += 2) {
+        *s0 = _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * k), lut), _mm512_set1_ps(x[k]), *s0);
+        *s1 = _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * k + 4), lut), _mm512_set1_ps(x[k + 1]),
+                              *s1);
+    }
+}
+
+FT_TARGET_VNNI static inline void ft_nibble_line_vnni(const ft_nibble *t, const uint8_t *w, const int8_t *x,
+                                                      __m512i *s0, __m512i *s1) {
+    const __m512i lut = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)t->bytes));
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512i v = _mm512_loadu_si512(w);
+    __m512i even = _mm512_and_si512(v, low), odd = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
+    if (!t->bytes_are_codes) {
+        even = _mm512_shuffle_epi8(lut, even);
+        odd = _mm512_shuffle_epi8(lut, odd);
+    }
+    *s0 = _mm512_dpbusd_epi32(*s0, even, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x)));
+    *s1 = _mm512_dpbusd_epi32(*s1, odd, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x + 4)));
+}
+
+/* 16-bit table look-up of the low nibble of each half lane gives bf16 pairs. */
+FT_TARGET_BF16 static inline void ft_nibble_line_bf16(const ft_nibble *t, const uint8_t *w, const uint8_t *x,
+                                                      __m512 *s0, __m512 *s1) {
+    const __m512i half = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)t->bf16));
+    __m512i v = _mm512_loadu_si512(w);
+#define FT_STEP(i, s)                                                                                                \
+    *(s) = _mm512_dpbf16_ps(*(s), (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi32(v, 4 * (i)), half),           \
+                            (__m512bh)_mm512_set1_epi32((int)ft_load32(x + 4 * (i))))
+    FT_STEP(0, s0); FT_STEP(1, s1); FT_STEP(2, s0); FT_STEP(3, s1);
+#undef FT_STEP
+}
+#endif
+#endif

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from freetoken.checkpoint.experts import ExpertScan
-from freetoken.checkpoint.safetensors import Checkpoint, open_checkpoint
-from freetoken.checkpoint.scan import scan
+from freetoken.checkpoint.open import open_any, scan_any
+from freetoken.checkpoint.safetensors import Checkpoint
 from freetoken.errors import FreeTokenError
 from freetoken.formats.base import Format
 from freetoken.memory import budget
@@ -61,12 +61,12 @@ class Inspection:
 
 
 def inspect(path: str | os.PathLike[str], fmt: Format | None = None) -> Inspection:
-    """Look at a local folder. fmt: the format its experts would be held in (default: as they are).
+    """Look at a local folder or GGUF file. fmt: the format its experts would be held in (default: as they are).
 
-    Raises `CheckpointError` when the folder or a header is damaged; anything else that stands against loading is in
+    Raises `CheckpointError` when folder, file or a header is damaged; anything else that stands against loading is in
     the answer.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_any(path)
     known: dict[str, Any] = {
         "path": str(path),
         "family": str(checkpoint.text_config.get("model_type", "unknown")),
@@ -74,7 +74,7 @@ def inspect(path: str | os.PathLike[str], fmt: Format | None = None) -> Inspecti
         "file_bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
     }
     try:
-        found = scan(checkpoint)
+        found = scan_any(checkpoint, fmt)
         known |= _numbers(checkpoint, found, fmt)
         require_memory(found, fmt)
     except FreeTokenError as error:
@@ -104,7 +104,7 @@ def _numbers(checkpoint: Checkpoint, found: ExpertScan, fmt: Format | None) -> d
 
 def _held_as(found: ExpertScan, fmt: Format | None) -> Iterable[str]:
     for group in found.groups:
-        how = f"{group.format.name} ({group.spelling.name}, {'fused' if group.fused else 'one by one'})"
+        how = f"{group.format.name} ({group.spelled})"
         yield how if fmt is None or fmt is group.format else f"{how}, to become {fmt.name}"
 
 
@@ -116,12 +116,7 @@ def experts_per_token(config: Mapping[str, Any]) -> int:
 def needed_bytes(found: ExpertScan, fmt: Format | None = None) -> tuple[int, int]:
     """Bytes of (banks, dense part unpacked to 16 bits); raises `FormatError` when a width does not fit the format."""
     banks = sum(group.layout(fmt).nbytes * group.n_experts for group in found.groups)
-    experts = found.expert_tensors
-    dense = sum(info.nbytes for name, info in found.checkpoint.tensors.items() if name not in experts)
-    for matrix in found.dense:
-        codes = matrix.parts[matrix.spelling.tensors["codes"][0]]
-        dense += codes.nbytes * 16 // matrix.format.bits
-    return banks, dense
+    return banks, found.dense_bytes
 
 
 def require_memory(found: ExpertScan, fmt: Format | None = None) -> None:

@@ -27,7 +27,7 @@ def local_folder(
     text = str(path_or_id)
     if path.exists():
         return path
-    if not _HUB_ID.fullmatch(text) or text.startswith("."):
+    if not _HUB_ID.fullmatch(text) or text.startswith(".") or text.endswith(".gguf"):
         raise CheckpointError(f"{text} does not exist, and it is not a hub id like owner/name", file=text)
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars

@@ -84,7 +84,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufCheckpoint:
     metadata = headers[0].metadata
     expected = metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
-        raise _error(parts[0], f"its {len(parts)} parts should hold {expected} tensors and hold {len(tensors)}")
+        raise _error(parts[0], f"its {len(parts)} parts should hold {expected!r} tensors and hold {len(tensors)}")
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise _error(parts[0], "it has no general.architecture")
@@ -144,7 +144,7 @@ class _Cursor:
         if end > _MAX_HEADER:
             raise _error(self.file, f"its header is larger than {_MAX_HEADER} bytes; no model's is")
         while len(self.data) < end:
-            more = self.stream.read(1 << 20)
+            more = self.stream.read(min(1 << 20, self.size - len(self.data)))
             if not more:
                 raise _error(self.file, "it ended while its header was read; it changed or is truncated")
             self.data += more

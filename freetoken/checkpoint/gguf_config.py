@@ -1,7 +1,8 @@
 """What GGUF metadata say about a model, in the terms of config.json: one function per architecture.
 
-transformers makes configs from GGUF too, but takes gpt-oss' rope scaling from the wrong bytes of the file (5.17 to
-5.24); and a config is needed here before transformers is. Numbers that size something are checked against tensors.
+transformers makes configs from GGUF too, but (5.17 to 5.24) passes over the width of qwen3moe's experts and takes
+gpt-oss' rope scaling from the wrong bytes of the file; and a config is needed here before transformers is. Numbers
+that size something are checked against tensors, and what would change the model unseen is refused.
 """
 
 from __future__ import annotations
@@ -72,15 +73,16 @@ def _common(facts: _Facts) -> dict[str, Any]:
     head_dim = facts.count("attention.key_length", hidden // heads)
     vocabulary, width = facts.shape("token_embd.weight")
     found = {int(m.group(1)) for name in facts.tensors if (m := re.match(r"blk\.(\d{1,9})\.", name))}
-    if found != set(range(layers)):
+    if len(found) != layers or max(found) != layers - 1:
         raise facts.bad(f"metadata say {layers} blocks, tensors are there for {len(found)}")
     for what, said, there in (
         ("the hidden size", hidden, width),
         ("the width of all heads", heads * head_dim, facts.shape("blk.0.attn_q.weight")[0]),
+        ("the rotated width of a head", facts.count("rope.dimension_count", head_dim), head_dim),
         ("the width of key heads", kv_heads * head_dim, facts.shape("blk.0.attn_k.weight")[0]),
     ):
         if said != there:
-            raise facts.bad(f"metadata say that {what} is {said}, tensors that it is {there}")
+            raise facts.bad(f"metadata say that {what} is {said}, the tensors that it is {there}")
     return {
         "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
         "head_dim": head_dim,
@@ -111,7 +113,16 @@ def _rope(facts: _Facts) -> dict[str, Any]:
     rope |= {"rope_type": kind, "factor": facts.real("rope.scaling.factor")}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = facts.count("rope.scaling.original_context_length")
+        rope["beta_fast"] = facts.real("rope.scaling.yarn_beta_fast", 32.0)
+        rope["beta_slow"] = facts.real("rope.scaling.yarn_beta_slow", 1.0)
+    start = f"{facts.architecture}.rope.scaling."
+    for key in facts.metadata:
+        if key.startswith(start) and key.removeprefix(start) not in _ROPE_SCALING:
+            raise facts.bad(f"metadata {key!r} is not supported")
     return rope
+
+
+_ROPE_SCALING = ("type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")
 
 
 def _qwen3moe(facts: _Facts) -> dict[str, Any]:
@@ -133,7 +144,7 @@ def _gpt_oss(facts: _Facts) -> dict[str, Any]:
     """Layers alternate between the window and full attention, as llama.cpp builds them whatever a file says."""
     config = _common(facts)
     if config["rope_parameters"]["rope_type"] == "yarn":
-        config["rope_parameters"] |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        config["rope_parameters"]["truncate"] = False
     return config | {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",

@@ -9,6 +9,7 @@ To add a block type: a line in `BLOCKS`. It counts from the moment its format ex
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -145,8 +146,7 @@ class GgufScan(ExpertScan):
     @property
     def dense_bytes(self) -> int:
         experts = self.expert_tensors
-        sizes = (int(np.prod(i.shape)) for name, i in self.checkpoint.tensors.items() if name not in experts)
-        return 2 * sum(sizes)
+        return 2 * sum(math.prod(i.shape) for name, i in self.checkpoint.tensors.items() if name not in experts)
 
 
 def scan_gguf(checkpoint: GgufCheckpoint, fmt: Format | None = None) -> GgufScan:
@@ -169,6 +169,9 @@ def scan_gguf(checkpoint: GgufCheckpoint, fmt: Format | None = None) -> GgufScan
             layers.setdefault(int(found.group(1)), {})[found.group(2), found.group(3)] = info
         elif "_exps" in info.name:
             raise _error(info, f"({info.dtype} {list(info.shape)}) is claimed by nothing; it is not supported")
+    others = {i.dtype: i for i in checkpoint.tensors.values() if _EXPERTS.fullmatch(i.name) is None}
+    for info in others.values():
+        _require_dequantization(info)
     for layer in range(checkpoint.config["num_hidden_layers"]):
         if layer not in layers:
             raise CheckpointError(f"{checkpoint.path}: block {layer} has no experts", file=str(checkpoint.path))
@@ -200,9 +203,8 @@ def _make_group(
     biases = {name: info for (name, suffix), info in parts.items() if suffix == "bias"}
     some = next(iter(parts.values()))
     if set(weights) not in (_SEPARATE, _MERGED):
-        raise _error(
-            some, f"and its neighbours: block {layer} has experts' {', '.join(sorted(weights)) or 'biases'} only"
-        )
+        there = ", ".join(sorted(weights)) or "biases"
+        raise _error(some, f"and its neighbours are incomplete: block {layer} has {there} only")
     if biases and set(biases) != set(weights):
         raise _error(some, f"and its neighbours: only {', '.join(sorted(biases))} of block {layer} have a bias")
     down = weights["down"]
@@ -244,8 +246,8 @@ def _choose_format(weights: Mapping[str, TensorInfo], fmt: Format | None) -> For
     if fmt is None and all(info.dtype in ("BF16", *_ROUNDED) for info in weights.values()):
         return formats.get("bf16")
     for name, info in weights.items():
-        if exact[name] is None:  # ask gguf with one block of zeros
-            dequantize(info, np.zeros((1, _block_bytes(info.dtype)), np.uint8))
+        if exact[name] is None:
+            _require_dequantization(info)
     if fmt is not None:
         return fmt
     for name, info in weights.items():
@@ -262,6 +264,11 @@ def _exact_format(info: TensorInfo) -> Format | None:
     """The format that has exactly the values of a tensor's type, or None."""
     name = BLOCKS.get(info.dtype, ("", _plain))[0]
     return formats.get(name) if name in formats.names() else None
+
+
+def _require_dequantization(info: TensorInfo) -> None:
+    """Raise `UnsupportedError` unless gguf can dequantize a tensor, asked with one block of zeros."""
+    dequantize(info, np.zeros((1, _block_bytes(info.dtype)), np.uint8))
 
 
 def _values(info: TensorInfo, rows: Bytes, expert: int, start: int) -> NDArray[np.float32]:

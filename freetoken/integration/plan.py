@@ -154,7 +154,8 @@ def check_shapes(name: str, module: torch.nn.Module, group: LayerExperts) -> Non
         if on_disk[what] != expected:
             info = group.tensors[0]
             raise CheckpointError(
-                f"{info.file}: {group.prefix} has {what} {on_disk[what]}, config.json builds {name} with {expected}",
+                f"{info.file}: {group.prefix} has {what} {on_disk[what]}, "
+                f"{group.checkpoint.config_file.name} builds {name} with {expected}",
                 file=str(info.file),
                 tensor=info.name,
             )

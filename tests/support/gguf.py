@@ -72,7 +72,12 @@ def experts_of(config: Mapping[str, Any], weights: Weights, layer: int, merged: 
 
 
 def write_gguf(
-    file: Path, config: Mapping[str, Any], tensors: Tensors, tokenizer: Path | None = None, parts: int = 0
+    file: Path,
+    config: Mapping[str, Any],
+    tensors: Tensors,
+    tokenizer: Path | None = None,
+    parts: int = 0,
+    more: Mapping[str, int] | None = None,
 ) -> Path:
     """One file, or as many as asked for; returns the (first) file. tokenizer: a byte-level tokenizer.json."""
     writer = gguf.GGUFWriter(
@@ -81,6 +86,8 @@ def write_gguf(
         split_max_tensors=-(-len(tensors) // parts) if parts else 0,
     )
     add_metadata(writer, config)
+    for key, number in (more or {}).items():
+        writer.add_uint32(key, number)
     if tokenizer is not None:
         add_tokenizer(writer, config, json.loads(tokenizer.read_text()))
     for name, (kind, rows) in tensors.items():

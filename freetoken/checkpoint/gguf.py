@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, BinaryIO, NamedTuple
 
 from freetoken.checkpoint.gguf_config import config_of
@@ -23,7 +24,7 @@ from freetoken.errors import CheckpointError, UnsupportedError
 
 _MAX_HEADER = 100_000_000  # as for safetensors; the vocabularies of 2026 take 10 MB
 _MAX_DIMS = 4
-_MAX_KEY = 65_535
+_MAX_NAME = 1024  # the longest names have 70 bytes; what is longer is damage, and would only fill messages
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -84,10 +85,10 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufCheckpoint:
     metadata = headers[0].metadata
     expected = metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
-        raise _error(parts[0], f"its {len(parts)} parts should hold {expected!r} tensors and hold {len(tensors)}")
+        raise _error(parts[0], f"its {len(parts)} parts should hold {shown(expected)} tensors and hold {len(tensors)}")
     architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise _error(parts[0], "it has no general.architecture")
+    if not isinstance(architecture, str) or len(architecture) > 64:
+        raise _error(parts[0], f"its general.architecture is {shown(architecture)}, expected a short name")
     return GgufCheckpoint(parts[0], config_of(parts[0], metadata, tensors), None, tensors, architecture, metadata)
 
 
@@ -144,7 +145,7 @@ class _Cursor:
         if end > _MAX_HEADER:
             raise _error(self.file, f"its header is larger than {_MAX_HEADER} bytes; no model's is")
         while len(self.data) < end:
-            more = self.stream.read(min(1 << 20, self.size - len(self.data)))
+            more = self.stream.read(min(1 << 16, self.size - len(self.data)))
             if not more:
                 raise _error(self.file, "it ended while its header was read; it changed or is truncated")
             self.data += more
@@ -213,16 +214,16 @@ def _read_header(cursor: _Cursor, size: int) -> Header:
     n_tensors, n_values = cursor.take("Q"), cursor.take("Q")
     metadata: dict[str, Any] = {}
     for _ in range(n_values):
-        key = cursor.string(_MAX_KEY)
+        key = cursor.string(_MAX_NAME)
         if key in metadata:
             raise _error(file, f"metadata {key!r} is there twice")
         metadata[key] = cursor.value(key)
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise _error(file, f"general.alignment is {alignment!r}, expected a power of two")
+        raise _error(file, f"general.alignment is {shown(alignment)}, expected a power of two")
     entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(n_tensors):
-        name = cursor.string(_MAX_KEY)
+        name = cursor.string(_MAX_NAME)
         if name in entries:
             raise _error(file, f"tensor {name!r} is there twice", name)
         n_dims = cursor.take("I")
@@ -273,7 +274,7 @@ def _find_parts(file: Path, header: Header) -> list[Path]:
     name = _PART.fullmatch(file.name)
     named = int(name.group(3)) if name else 1
     if type(count) is not int or count != named:
-        raise _error(file, f"its name says that it is one of {named} files, its header says one of {count}")
+        raise _error(file, f"its name says that it is one of {named} files, its header says one of {shown(count)}")
     if name is None:
         return [file]
     parts = []

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 import numpy as np
@@ -33,14 +34,14 @@ class _Facts:
         """A positive number below `architecture.`."""
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if type(value) is not int or not 0 < value < 2**31:
-            raise self.bad(f"metadata {self.architecture}.{key} is {value!r}, expected a positive number")
+            raise self.bad(f"metadata {self.architecture}.{key} is {shown(value)}, expected a positive number")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
         """A positive finite number below `architecture.`; files have 32 bits of it, here it is the decimal meant."""
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-            raise self.bad(f"metadata {self.architecture}.{key} is {value!r}, expected a positive number")
+            raise self.bad(f"metadata {self.architecture}.{key} is {shown(value)}, expected a positive number")
         return float(str(np.float32(value)))
 
     def token(self, key: str, vocabulary: int) -> int | None:
@@ -109,7 +110,9 @@ def _rope(facts: _Facts) -> dict[str, Any]:
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):
-        raise facts.bad(f"metadata {facts.architecture}.rope.scaling.type is {kind!r}; linear and yarn are supported")
+        raise facts.bad(
+            f"metadata {facts.architecture}.rope.scaling.type is {shown(kind)}; linear and yarn are supported"
+        )
     rope |= {"rope_type": kind, "factor": facts.real("rope.scaling.factor")}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = facts.count("rope.scaling.original_context_length")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 import freetoken
 from freetoken.checkpoint.gguf import open_gguf
@@ -60,6 +60,17 @@ def test_the_config_is_the_one_transformers_makes(tmp_path: Path, tensors: Tenso
         "moe_intermediate_size": 32,
         "vocab_size": 96,
     }
+
+
+def test_qwen3moe_is_what_transformers_makes_of_the_file(tmp_path: Path, tensors: Tensors) -> None:
+    """Its own loader, names, dequantization and experts, given a config with the width that it passes over."""
+    file = write_gguf(tmp_path / "m.gguf", qwen3_config(), tensors)
+    config = AutoConfig.for_model(**open_gguf(file).config)
+    stock = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, config=config, dtype=torch.float32, experts_implementation="eager"
+    )
+    model, _ = freetoken.load(file, dtype=torch.float32)
+    torch.testing.assert_close(logits(model), logits(stock), rtol=0, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -154,7 +154,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     one = commands.add_parser("generate", parents=[common], help="generate text from a prompt")
-    one.add_argument("--model", help="folder or hub id (default: the demo model that comes along)")
+    one.add_argument("--model", help="folder, GGUF file or hub id (default: the demo model that comes along)")
     one.add_argument("--prompt", default="Once upon a time", help="text to continue (default: %(default)r)")
     one.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="stop after N (default: %(default)s)")
     one.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)")
@@ -169,13 +169,13 @@ def build_parser() -> argparse.ArgumentParser:
     two.set_defaults(run=info)
 
     three = commands.add_parser("inspect", parents=[common], help="what a checkpoint is and whether it loads here")
-    three.add_argument("path", help="folder of safetensors")
+    three.add_argument("path", help="folder of safetensors, or a GGUF file")
     three.add_argument("--expert-format", metavar="F", help="as if its experts were re-quantized to F")
     three.set_defaults(run=inspect)
 
     bench = commands.add_parser("bench", help="measure").add_subparsers(required=True, metavar="WHAT")
     four = bench.add_parser("fidelity", parents=[common], help="perplexity of a text, by format of the experts")
-    four.add_argument("--model", required=True, help="folder or hub id")
+    four.add_argument("--model", required=True, help="folder, GGUF file or hub id")
     four.add_argument("--text", required=True, help="text file, or .npz of token ids in an array `tokens`")
     four.add_argument("--formats", help="comma-separated formats (default: what the checkpoint holds)")
     four.add_argument("--window", type=int, help="tokens in a window (default: the context, at most 2048)")

@@ -4,8 +4,12 @@
     quantization.py  what the config says about quantization, in the dialects that exist
     scan.py          which tensors make an expert, in which format and spelling (shapes.py: and how wide)
     experts.py       what was found, and reading one expert
+    gguf.py          GGUF files: headers, parts, tensors; gguf_config.py: their metadata as a config
+    gguf_experts.py  their experts, from blocks
+    open.py          whichever of the two a path names
     load.py          experts into banks, in parallel
     inspect.py       the answer to "what is this, and does it load here?"
 
-To add a spelling of a known format, add it to that format's file; to add a naming of experts, see scan.py.
+To add a spelling of a known format, add it to that format's file; to add a naming of experts, see scan.py; to add a
+block type of GGUF, `BLOCKS` in gguf_experts.py; one of its architectures, `ARCHITECTURES` in gguf_config.py.
 """

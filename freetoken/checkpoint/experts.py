@@ -1,11 +1,13 @@
 """The experts of a checkpoint, once they are found: where their tensors lie, and reading them one by one.
 
-`scan.py` finds them. Nothing here trusts a number: a scale or weight that is none is refused when it is read.
+`scan.py` finds them; `gguf_experts.py` is about the other kind of file. Nothing here trusts a number: a scale or weight
+that is none is refused when it is read.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,24 +28,16 @@ Parts = Mapping[str, TensorInfo]
 
 
 @dataclass(frozen=True)
-class ExpertGroup:
-    """The experts of one layer as a checkpoint holds them.
-
-    `parts` maps (expert or -1 for all, projection) to the tensors of that matrix.
-    """
+class LayerExperts(ABC):
+    """The experts of one layer, in whatever kind of file: what the rest of the loader asks of them."""
 
     checkpoint: Checkpoint
     prefix: str
     format: Format
-    spelling: Spelling
     n_experts: int
     hidden: int
     intermediate: int
     bias: bool
-    fused: bool
-    transposed: bool
-    interleaved: bool
-    parts: Mapping[tuple[int, str], Parts]
 
     @property
     def layer(self) -> int:
@@ -54,14 +48,62 @@ class ExpertGroup:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors on disk."""
-        return sum(info.nbytes for parts in self.parts.values() for info in parts.values())
+        return sum(info.nbytes for info in self.tensors)
 
     def layout(self, fmt: Format | None = None) -> RecordLayout:
         """The record these experts have in a format (default: the checkpoint's)."""
         return RecordLayout(fmt or self.format, self.hidden, self.intermediate, self.bias)
 
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """All its tensors."""
+
+    @property
+    @abstractmethod
+    def spelled(self) -> str:
+        """How the file writes them, for people."""
+
+    @property
+    @abstractmethod
+    def interleaving(self) -> bool | None:
+        """Whether gate and up rows of one tensor alternate; None where nothing has to be known: they are told apart."""
+
+    @abstractmethod
     def read(self, expert: int) -> Expert:
         """One expert; raises `CheckpointError` naming file and tensor when a scale or weight is no number."""
+
+    @abstractmethod
+    def check_scales(self) -> None:
+        """Read every scale (not the codes) and refuse NaN, infinite and zero ones, before anything is allocated."""
+
+
+@dataclass(frozen=True)
+class ExpertGroup(LayerExperts):
+    """The experts of one layer as a folder of safetensors holds them.
+
+    `parts` maps (expert or -1 for all, projection) to the tensors of that matrix.
+    """
+
+    spelling: Spelling
+    fused: bool
+    transposed: bool
+    interleaved: bool
+    parts: Mapping[tuple[int, str], Parts]
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return tuple(info for parts in self.parts.values() for info in parts.values())
+
+    @property
+    def spelled(self) -> str:
+        return f"{self.spelling.name}, {'fused' if self.fused else 'one by one'}"
+
+    @property
+    def interleaving(self) -> bool | None:
+        return self.interleaved if self.fused else None
+
+    def read(self, expert: int) -> Expert:
         return self._read_fused(expert) if self.fused else self._read_separate(expert)
 
     def check_scales(self) -> None:
@@ -157,7 +199,7 @@ class QuantizedDense:
     parts: Parts
 
     def check_scales(self) -> None:
-        """As `ExpertGroup.check_scales`."""
+        """As `LayerExperts.check_scales`."""
         if "scales" in self.spelling.tensors:
             scales = self.checkpoint.read(self.parts[self.spelling.tensors["scales"][0]].name)
             _check_scales(self.format, self.spelling, self.parts, scales, self.checkpoint)
@@ -169,20 +211,30 @@ class ExpertScan:
 
     checkpoint: Checkpoint
     quantization: Quantization
-    groups: tuple[ExpertGroup, ...]
+    groups: tuple[LayerExperts, ...]
     dense: tuple[QuantizedDense, ...]
 
     @cached_property
     def expert_tensors(self) -> frozenset[str]:
         """Names of all tensors that belong to experts."""
-        return frozenset(i.name for g in self.groups for parts in g.parts.values() for i in parts.values())
+        return frozenset(info.name for group in self.groups for info in group.tensors)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of everything that is not experts, unpacked to 16 bits."""
+        experts = self.expert_tensors
+        total = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if name not in experts)
+        for matrix in self.dense:
+            codes = matrix.parts[matrix.spelling.tensors["codes"][0]]
+            total += codes.nbytes * 16 // matrix.format.bits
+        return total
 
     def check_scales(self, on_checked: Callable[[int], object] = lambda n: None) -> None:
         """Read every scale, of experts and of the dense part, and refuse what is no number.
 
         on_checked is called with the number of parts just checked, of `scale_parts` in all.
         """
-        parts: tuple[ExpertGroup | QuantizedDense, ...] = (*self.groups, *self.dense)
+        parts: tuple[LayerExperts | QuantizedDense, ...] = (*self.groups, *self.dense)
         for part in parts:
             part.check_scales()
             on_checked(1)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from freetoken.checkpoint.experts import ExpertGroup, ExpertScan
-from freetoken.checkpoint.safetensors import Checkpoint, open_checkpoint
-from freetoken.checkpoint.scan import scan
+from freetoken.checkpoint.experts import ExpertScan, LayerExperts
+from freetoken.checkpoint.open import open_any, scan_any
+from freetoken.checkpoint.safetensors import Checkpoint
 from freetoken.errors import CheckpointError, FreeTokenError
 from freetoken.formats.base import Format
 from freetoken.memory import budget
@@ -67,12 +67,12 @@ class Inspection:
 
 
 def inspect(path: str | os.PathLike[str], fmt: Format | None = None) -> Inspection:
-    """Look at a local folder. fmt: the format its experts would be held in (default: as they are).
+    """Look at a local folder or GGUF file. fmt: the format its experts would be held in (default: as they are).
 
-    Raises `CheckpointError` when the folder or a header is damaged; anything else that stands against loading is in
+    Raises `CheckpointError` when folder, file or a header is damaged; anything else that stands against loading is in
     the answer.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_any(path)
     known: dict[str, Any] = {
         "path": str(path),
         "family": str(checkpoint.text_config.get("model_type", "unknown")),
@@ -80,7 +80,7 @@ def inspect(path: str | os.PathLike[str], fmt: Format | None = None) -> Inspecti
         "file_bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
     }
     try:
-        found = scan(checkpoint)
+        found = scan_any(checkpoint, fmt)
         known |= _numbers(checkpoint, found, fmt)
         check_config(found)
         require_memory(found, fmt)
@@ -111,7 +111,7 @@ def _numbers(checkpoint: Checkpoint, found: ExpertScan, fmt: Format | None) -> d
 
 def _held_as(found: ExpertScan, fmt: Format | None) -> Iterable[str]:
     for group in found.groups:
-        how = f"{group.format.name} ({group.spelling.name}, {'fused' if group.fused else 'one by one'})"
+        how = f"{group.format.name} ({group.spelled})"
         yield how if fmt is None or fmt is group.format else f"{how}, to become {fmt.name}"
 
 
@@ -122,9 +122,9 @@ def experts_per_token(config: Mapping[str, Any]) -> int:
 
 def check_config(found: ExpertScan) -> None:
     """Refuse a config that contradicts the experts on disk: how many, how wide, how many of them for a token."""
-    config, file = found.checkpoint.text_config, found.checkpoint.path / "config.json"
+    config, file = found.checkpoint.text_config, found.checkpoint.config_file
 
-    def refuse(name: str, group: ExpertGroup, what: str) -> CheckpointError:
+    def refuse(name: str, group: LayerExperts, what: str) -> CheckpointError:
         return CheckpointError(f"{file} says {name} {config[name]}, {group.prefix} has {what}", file=str(file))
 
     for group in found.groups:
@@ -141,12 +141,7 @@ def check_config(found: ExpertScan) -> None:
 def needed_bytes(found: ExpertScan, fmt: Format | None = None) -> tuple[int, int]:
     """Bytes of (banks, dense part unpacked to 16 bits); raises `FormatError` when a width does not fit the format."""
     banks = sum(group.layout(fmt).nbytes * group.n_experts for group in found.groups)
-    experts = found.expert_tensors
-    dense = sum(info.nbytes for name, info in found.checkpoint.tensors.items() if name not in experts)
-    for matrix in found.dense:
-        codes = matrix.parts[matrix.spelling.tensors["codes"][0]]
-        dense += codes.nbytes * 16 // matrix.format.bits
-    return banks, dense
+    return banks, found.dense_bytes
 
 
 def require_memory(found: ExpertScan, fmt: Format | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from freetoken.banks import Bank
-from freetoken.checkpoint.experts import ExpertGroup
+from freetoken.checkpoint.experts import LayerExperts
 from freetoken.formats.base import Format, Matrix
 from freetoken.formats.record import Expert
 
@@ -30,7 +30,7 @@ def convert(expert: Expert, fmt: Format) -> Expert:
 
 
 def fill_banks(
-    pairs: Iterable[tuple[Bank, ExpertGroup]], threads: int, on_bytes: Callable[[int], object] = lambda n: None
+    pairs: Iterable[tuple[Bank, LayerExperts]], threads: int, on_bytes: Callable[[int], object] = lambda n: None
 ) -> None:
     """Fill each bank with its group's experts, in the bank's format, with `threads` threads.
 
@@ -38,7 +38,7 @@ def fill_banks(
     is raised.
     """
 
-    def fill(job: tuple[Bank, ExpertGroup, int]) -> None:
+    def fill(job: tuple[Bank, LayerExperts, int]) -> None:
         bank, group, expert = job
         bank.put(expert, convert(group.read(expert), bank.layout.format))
         on_bytes(bank.layout.nbytes)

@@ -72,18 +72,28 @@ class Checkpoint:
         inner = self.config.get("text_config")
         return inner if isinstance(inner, dict) else self.config
 
+    @property
+    def config_file(self) -> Path:
+        """Where the config is written, for messages."""
+        return self.path / "config.json"
+
     def read(self, name: str, index: int | None = None) -> NDArray[Any]:
         """The raw bits of a tensor, or of its slice `index` along the first dimension."""
         info = self.tensors[name]
-        shape, offset, nbytes = info.shape, info.offset, info.nbytes
+        shape = info.shape if index is None else info.shape[1:]
+        tensor: NDArray[Any] = self.read_bytes(name, index).view(DTYPES[info.dtype]).reshape(shape)
+        return tensor
+
+    def read_bytes(self, name: str, index: int | None = None) -> NDArray[np.uint8]:
+        """The same as bytes."""
+        info = self.tensors[name]
+        offset, nbytes = info.offset, info.nbytes
         if index is not None:
-            nbytes //= shape[0]
+            nbytes //= info.shape[0]
             offset += index * nbytes
-            shape = shape[1:]
         data = np.empty(nbytes, np.uint8)
         _read_exactly(info, offset, data)
-        tensor: NDArray[Any] = data.view(DTYPES[info.dtype]).reshape(shape)
-        return tensor
+        return data
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -127,7 +137,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         for name, entry in header.items()
         if name != "__metadata__"
     }
-    _check_overlap(file, tensors)
+    check_overlap(file, tensors)
     return tensors
 
 
@@ -159,7 +169,8 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**63 for v in value)
 
 
-def _check_overlap(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
+def check_overlap(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse tensors of one file that share bytes."""
     end, last = 0, ""
     for info in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
         if info.nbytes and info.offset < end:

@@ -30,7 +30,7 @@ def local_folder(
             return path
     except (OSError, RuntimeError, ValueError) as error:  # too long, not to be searched, of no user
         raise CheckpointError(f"{text[:200]!r} cannot be looked at: {error}", file=text) from error
-    if not _HUB_ID.fullmatch(text) or text.startswith("."):
+    if not _HUB_ID.fullmatch(text) or text.startswith(".") or text.endswith(".gguf"):
         raise CheckpointError(f"{text or repr(text)} does not exist, and it is not a hub id like owner/name", file=text)
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import build_glob_alternation
 
-from freetoken.checkpoint.experts import ExpertGroup, ExpertScan
+from freetoken.checkpoint.experts import ExpertScan, LayerExperts
 from freetoken.errors import CheckpointError, UnsupportedError
 from freetoken.executor import Activation
 from freetoken.formats.base import Format
@@ -26,7 +26,7 @@ class LoadPlan:
 
     scan: ExpertScan
     format: Format | None
-    modules: tuple[tuple[torch.nn.Module, ExpertGroup, Activation], ...] = ()
+    modules: tuple[tuple[torch.nn.Module, LayerExperts, Activation], ...] = ()
     dense: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
 
     def before_weights(self, model: torch.nn.Module) -> None:
@@ -82,7 +82,7 @@ class LoadPlan:
 
 def match_groups(
     model: torch.nn.Module, experts: dict[str, torch.nn.Module], found: ExpertScan
-) -> dict[str, ExpertGroup]:
+) -> dict[str, LayerExperts]:
     """Module name -> group: by the same name, else by the same layer number. Every one on either side must match."""
     if not experts:
         raise UnsupportedError(
@@ -90,10 +90,10 @@ def match_groups(
             "its experts cannot be moved into banks",
             feature=type(model).__name__,
         )
-    by_layer: dict[int, list[ExpertGroup]] = {}
+    by_layer: dict[int, list[LayerExperts]] = {}
     for group in found.groups:
         by_layer.setdefault(group.layer, []).append(group)
-    matched: dict[str, ExpertGroup] = {}
+    matched: dict[str, LayerExperts] = {}
     for name in experts:
         same = [g for g in found.groups if g.prefix == name or g.prefix.endswith(f".{name}")]
         numbers = re.findall(r"\.(\d+)(?=\.)", name)
@@ -109,7 +109,7 @@ def match_groups(
     ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     used = {id(group) for group in matched.values()}
     for group in found.groups:
-        tensor = next(iter(next(iter(group.parts.values())).values()))
+        tensor = group.tensors[0]
         if id(group) not in used and not any(pattern.search(tensor.name) for pattern in ignored):
             raise CheckpointError(
                 f"{tensor.file}: no module of {type(model).__name__} claims the experts {group.prefix} "
@@ -120,7 +120,7 @@ def match_groups(
     return matched
 
 
-def check_shapes(name: str, module: torch.nn.Module, group: ExpertGroup) -> None:
+def check_shapes(name: str, module: torch.nn.Module, group: LayerExperts) -> None:
     """The skeleton built from config.json and the tensors on disk must agree on experts, widths, biases, order."""
     gate_up = module._parameters.get("gate_up_proj")
     if gate_up is None:
@@ -137,14 +137,15 @@ def check_shapes(name: str, module: torch.nn.Module, group: ExpertGroup) -> None
         "hidden size": group.hidden,
         "biases": group.bias,
     }
-    if group.fused:
+    if group.interleaving is not None:
         built["interleaved gate and up"] = not module.is_concatenated
-        on_disk["interleaved gate and up"] = group.interleaved
+        on_disk["interleaved gate and up"] = group.interleaving
     for what, expected in built.items():
         if on_disk[what] != expected:
-            info = next(iter(next(iter(group.parts.values())).values()))
+            info = group.tensors[0]
             raise CheckpointError(
-                f"{info.file}: {group.prefix} has {what} {on_disk[what]}, config.json builds {name} with {expected}",
+                f"{info.file}: {group.prefix} has {what} {on_disk[what]}, "
+                f"{group.checkpoint.config_file.name} builds {name} with {expected}",
                 file=str(info.file),
                 tensor=info.name,
             )

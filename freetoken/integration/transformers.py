@@ -26,16 +26,18 @@ from transformers.integrations.moe import ExpertsInterface
 
 from freetoken import formats, topology
 from freetoken.banks import Bank
+from freetoken.checkpoint.gguf import GgufCheckpoint
 from freetoken.checkpoint.inspect import check_config, require_memory
 from freetoken.checkpoint.load import fill_banks
-from freetoken.checkpoint.safetensors import open_checkpoint
-from freetoken.checkpoint.scan import scan
+from freetoken.checkpoint.open import open_any, scan_any
+from freetoken.checkpoint.safetensors import Checkpoint
 from freetoken.errors import CheckpointError, ConfigError, FreeTokenError
 from freetoken.executor import Executor
+from freetoken.integration import gguf
 from freetoken.integration.hub import local_folder
 from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward, refuse_after_fork
 from freetoken.integration.plan import LoadPlan
-from freetoken.integration.quantizer import FreetokenConfig
+from freetoken.integration.quantizer import BeforeWeights, FreetokenConfig
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +67,11 @@ def load(
 ) -> tuple[Any, Any]:
     """Load a mixture-of-experts checkpoint: (model, tokenizer), the experts in quantized host banks.
 
-    path_or_hub_id: a folder of safetensors, or a hub id. expert_format: None keeps what the checkpoint holds; a
-    format's name re-quantizes expert by expert while loading. threads: workers for experts, "auto" for one per
-    allowed physical core. dtype: of the dense part (default: the checkpoint's). progress: bars; None shows them on
-    a terminal only. model_kwargs go to transformers' from_pretrained. The tokenizer is None where there is none.
+    path_or_hub_id: a folder of safetensors, a GGUF file (any of its parts), or a hub id. expert_format: None keeps what
+    the checkpoint holds; a format's name re-quantizes expert by expert while loading. threads: workers for experts,
+    "auto" for one per allowed physical core. dtype: of the dense part (default: the checkpoint's; bfloat16 for GGUF).
+    progress: bars; None shows them on a terminal only. model_kwargs go to transformers' from_pretrained. The tokenizer
+    is None where there is none.
 
     Raises `CheckpointError`, `ConfigError`, `UnsupportedError` or `CapacityError`, before anything large is allocated.
     """
@@ -85,29 +88,31 @@ def load(
     machine = topology.read()
     workers = machine.workers(threads)
     folder = local_folder(path_or_hub_id, revision, token, trust_remote_code, show)
-    found = scan(open_checkpoint(folder))
+    found = scan_any(open_any(folder), fmt)
     require_memory(found, fmt)
     check_config(found)
     with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
         found.check_scales(bar.update)
-    config = _read_config(folder, trust_remote_code)
+    config = _read_config(found.checkpoint, trust_remote_code)
     resolved = _resolve_dtype(config, dtype)
     executor = Executor(workers, resolved, machine.why(threads))
-    tokenizer = _load_tokenizer(folder, trust_remote_code)
+    tokenizer = _load_tokenizer(found.checkpoint, trust_remote_code)
     plan = LoadPlan(found, fmt)
     with _DENSE_LOAD:
-        model = _load_dense(folder, config, resolved, plan, trust_remote_code, show, model_kwargs)
+        model = _load_dense(config, resolved, plan, trust_remote_code, show, model_kwargs)
     _attach_experts(model, plan, executor, show)
     return model, tokenizer
 
 
-def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    file = checkpoint.config_file
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if isinstance(checkpoint, GgufCheckpoint):
+            return AutoConfig.for_model(**checkpoint.config)
+        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
     except Exception as error:  # its validators and converters raise many unrelated classes
         raise CheckpointError(
-            f"{folder / 'config.json'}: transformers {transformers.__version__} cannot use it: {_first_line(error)}",
-            file=str(folder / "config.json"),
+            f"{file}: transformers {transformers.__version__} cannot use it: {_first_line(error)}", file=str(file)
         ) from error
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         if getattr(part, "quantization_config", None) is not None:
@@ -132,7 +137,6 @@ def _resolve_dtype(config: Any, dtype: torch.dtype | str | None) -> torch.dtype:
 
 
 def _load_dense(
-    folder: Path,
     config: Any,
     dtype: torch.dtype,
     plan: LoadPlan,
@@ -140,11 +144,20 @@ def _load_dense(
     show: bool,
     model_kwargs: dict[str, Any],
 ) -> Any:
-    hooks = FreetokenConfig(plan.scan.dense, plan.before_weights)
+    checkpoint = plan.scan.checkpoint
+    loader: Any = AutoModelForCausalLM
+    source: Path | None = checkpoint.path
+    state: dict[str, torch.Tensor] | None = None
+    before_weights: BeforeWeights = plan.before_weights
+    if isinstance(checkpoint, GgufCheckpoint):  # transformers takes a path or a state dict, and its Auto class a path
+        loader, source, state = getattr(transformers, config.architectures[0]), None, {}
+        before_weights = gguf.filling(state, plan)
+    hooks = FreetokenConfig(plan.scan.dense, before_weights)
     with _transformers_bars(show):
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
+            model, info = loader.from_pretrained(
+                source,
+                state_dict=state,
                 config=config,
                 dtype=dtype,
                 quantization_config=hooks,
@@ -158,8 +171,9 @@ def _load_dense(
             raise
         except Exception as error:  # a model's constructor may raise anything
             raise CheckpointError(
-                f"{folder}: transformers {transformers.__version__} cannot load the dense part: {_first_line(error)}",
-                file=str(folder),
+                f"{checkpoint.path}: transformers {transformers.__version__} cannot load the dense part: "
+                f"{_first_line(error)}",
+                file=str(checkpoint.path),
             ) from error
     plan.check_report(info)
     plan.check_dense(model)
@@ -180,7 +194,10 @@ def _attach_experts(model: Any, plan: LoadPlan, executor: Executor, show: bool) 
     logger.info("%d expert layers, %d bytes in banks", len(pairs), total)
 
 
-def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def _load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    folder = checkpoint.path
+    if isinstance(checkpoint, GgufCheckpoint):
+        return gguf.load_tokenizer(checkpoint)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((folder / name).exists() for name in names):
         logger.warning("%s holds no tokenizer; load() returns None for it", folder)

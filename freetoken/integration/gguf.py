@@ -1,0 +1,108 @@
+"""What transformers would read from a GGUF file and cannot beside a quantizer: the dense part; and the tokenizer.
+
+Its loader refuses to combine `gguf_file` with a quantizer of ours (5.17 to 5.24). So the tensors that are not experts
+are dequantized here, by the gguf package and under its own table of names, and handed over as a state dict.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedTokenizerFast
+
+from freetoken.checkpoint.experts import ExpertScan
+from freetoken.checkpoint.gguf import GgufCheckpoint, gguf_package, read_token
+from freetoken.checkpoint.gguf_experts import dequantize
+from freetoken.checkpoint.safetensors import TensorInfo
+from freetoken.errors import CheckpointError
+from freetoken.integration.plan import LoadPlan
+from freetoken.integration.quantizer import BeforeWeights
+
+logger = logging.getLogger(__name__)
+
+
+def filling(state: dict[str, torch.Tensor], plan: LoadPlan) -> BeforeWeights:
+    """The hook that does the plan's part on a skeleton and then puts the dense tensors for it into `state`."""
+
+    def before_weights(model: torch.nn.Module) -> None:
+        plan.before_weights(model)
+        state.update(dense_tensors(model, plan.scan))
+
+    return before_weights
+
+
+def dense_tensors(model: Any, found: ExpertScan) -> dict[str, torch.Tensor]:
+    """Every tensor of the file that is not experts, by the model's names and in its dtypes.
+
+    model: a skeleton without experts' parameters. Raises `CheckpointError` naming the tensor when one has another
+    shape than the model's, or belongs to nothing of it.
+    """
+    checkpoint = found.checkpoint
+    assert isinstance(checkpoint, GgufCheckpoint)
+    wanted = model.state_dict()
+    names = _model_names(wanted, checkpoint)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, info in checkpoint.tensors.items():
+        if name in found.expert_tensors:
+            continue
+        if name not in names:
+            raise _error(info, f"({info.dtype} {list(info.shape)}) belongs to nothing in {type(model).__name__}")
+        like = wanted[names[name]]
+        if info.shape != tuple(like.shape):
+            raise _error(info, f"has shape {list(info.shape)}, the metadata build {list(like.shape)}")
+        rows = checkpoint.read_bytes(name).reshape(info.shape[0] if len(info.shape) > 1 else 1, -1)
+        values = np.ascontiguousarray(dequantize(info, rows)).reshape(info.shape)
+        tensors[names[name]] = torch.from_numpy(values).to(like.dtype)
+    return tensors
+
+
+def _model_names(wanted: dict[str, torch.Tensor], checkpoint: GgufCheckpoint) -> dict[str, str]:
+    """GGUF name -> the model's, by the gguf package's table. A parameter that is no weight is called one there."""
+    gguf = gguf_package()
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == checkpoint.architecture)
+    table = gguf.get_tensor_name_map(arch, checkpoint.config["num_hidden_layers"])
+    names = {}
+    for name in wanted:
+        module, _, suffix = name.rpartition(".")
+        if suffix not in ("weight", "bias"):
+            module, suffix = name, "weight"
+        known = table.get_name(module)
+        if known is not None:
+            names[f"{known}.{suffix}"] = name
+    return names
+
+
+def load_tokenizer(checkpoint: GgufCheckpoint) -> Any:
+    """The tokenizer that transformers makes of the file's metadata, or None where there is none.
+
+    Special tokens are told to it: 5.17 would invent `<s>` and `</s>` beyond the vocabulary. Not by `AutoTokenizer`,
+    which reads the config too.
+    """
+    if "tokenizer.ggml.model" not in checkpoint.metadata:
+        logger.warning("%s holds no tokenizer; load() returns None for it", checkpoint.path)
+        return None
+    config = checkpoint.config
+    ids = {f"{name}_token": config[f"{name}_token_id"] for name in ("bos", "eos", "pad")}
+    special = {name: None if token is None else read_token(checkpoint, token) for name, token in ids.items()}
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(
+            checkpoint.path.parent,
+            gguf_file=checkpoint.path.name,
+            model_max_length=config["max_position_embeddings"],
+            **special,
+        )
+    except Exception as error:  # a vocabulary may be wrong in many ways
+        text = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"{checkpoint.path}: transformers {transformers.__version__} cannot use its tokenizer: "
+            f"{text[0] if text else type(error).__name__}; a newer one may",
+            file=str(checkpoint.path),
+        ) from error
+
+
+def _error(info: TensorInfo, what: str) -> CheckpointError:
+    return CheckpointError(f"{info.file}: tensor {info.name!r} {what}", file=str(info.file), tensor=info.name)

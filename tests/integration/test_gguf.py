@@ -162,7 +162,7 @@ def test_a_dense_part_that_does_not_fit(
 
 def test_more_experts_in_metadata_than_in_tensors(tmp_path: Path, tensors: Tensors) -> None:
     file = write_gguf(tmp_path / "m.gguf", qwen3_config(num_experts=8), tensors)
-    with pytest.raises(CheckpointError, match=r"m\.gguf: .* has experts 4, m\.gguf builds .* with 8"):
+    with pytest.raises(CheckpointError, match=r"m\.gguf says num_experts 8, .* has 4 experts"):
         freetoken.load(file)
     file = write_gguf(tmp_path / "m.gguf", qwen3_config(num_experts_per_tok=5), tensors)
     with pytest.raises(CheckpointError, match=r"m\.gguf wants 5 experts per token"):

@@ -41,7 +41,7 @@ def find_activation(module: torch.nn.Module) -> Activation:
 
 def _candidates(module: torch.nn.Module) -> list[Activation]:
     found = [Activation("silu")]
-    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    alpha, limit = (getattr(module, n, getattr(module, f"swiglu_{n}", None)) for n in ("alpha", "limit"))
     if isinstance(alpha, (int, float)) and isinstance(limit, (int, float)):
         found.append(Activation("swiglu_clamped", float(alpha), float(limit)))
     return found

@@ -93,16 +93,21 @@ def check_top_k(found: ExpertScan) -> None:
 def match_groups(
     model: torch.nn.Module, experts: dict[str, torch.nn.Module], found: ExpertScan
 ) -> dict[str, ExpertGroup]:
-    """Module name -> group: by the same name, else by the same layer number. Every one on either side must match."""
+    """Module name -> group: by the same name, else by the same layer number. Every one on either side must match.
+
+    Experts that the model's class ignores may stay without a module.
+    """
     if not experts:
         raise UnsupportedError(
             f"{type(model).__name__} has no experts module of the kind transformers dispatches; "
             "its experts cannot be moved into banks",
             feature=type(model).__name__,
         )
+    spare = {group.prefix for group in found.groups if _is_ignored(model, group)}
     by_layer: dict[int, list[ExpertGroup]] = {}
-    for group in found.groups:
-        by_layer.setdefault(group.layer, []).append(group)
+    for group in sorted(found.groups, key=lambda group: group.prefix in spare):
+        if group.prefix not in spare or group.layer not in by_layer:
+            by_layer.setdefault(group.layer, []).append(group)
     matched: dict[str, ExpertGroup] = {}
     for name in experts:
         same = [g for g in found.groups if g.prefix == name or g.prefix.endswith(f".{name}")]
@@ -116,11 +121,10 @@ def match_groups(
                 tensor=name,
             )
         matched[name] = same[0]
-    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    used = {id(group) for group in matched.values()}
+    used = {group.prefix for group in matched.values()}
     for group in found.groups:
-        tensor = next(iter(next(iter(group.parts.values())).values()))
-        if id(group) not in used and not any(pattern.search(tensor.name) for pattern in ignored):
+        if group.prefix not in used | spare:
+            tensor = next(iter(next(iter(group.parts.values())).values()))
             raise CheckpointError(
                 f"{tensor.file}: no module of {type(model).__name__} claims the experts {group.prefix} "
                 f"(first tensor {tensor.name!r})",
@@ -128,6 +132,17 @@ def match_groups(
                 tensor=tensor.name,
             )
     return matched
+
+
+def _is_ignored(model: Any, group: ExpertGroup) -> bool:
+    """Whether the model's class does without these experts: they predict further tokens (MTP, next-n layers)."""
+    config = model.config.get_text_config()
+    layers, more = (getattr(config, n, None) for n in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if isinstance(layers, int) and isinstance(more, int) and layers <= group.layer < layers + more:
+        return True
+    tensor = next(iter(next(iter(group.parts.values())).values()))
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, tensor.name) for pattern in ignored)
 
 
 def check_shapes(name: str, module: torch.nn.Module, group: ExpertGroup) -> None:

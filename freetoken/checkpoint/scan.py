@@ -24,18 +24,20 @@ _NAMINGS = [
         r"experts\.(?P<expert>\d{1,9})\.(?P<matrix>gate_proj|up_proj|down_proj|w[123])\.(?P<suffix>\w+)",
         r"experts\.(?P<matrix>gate_up_proj|down_proj)(?:_(?P<suffix>\w+))?",
         r"experts\.(?P<matrix>fc[12])\.(?P<suffix>\w+)",  # Aria
+        r"experts\.(?P<matrix>w13|w2)_(?P<suffix>\w+)",  # Inkling
         r"(?<=\bblock_sparse_moe\.)(?P<matrix>(?:in|out)put_linear)\.(?P<suffix>\w+)",  # Granite
     )
 ]
 _ROLE = {
     "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
-    "fc1": "gate_up_proj", "fc2": "down_proj",
+    "fc1": "gate_up_proj", "fc2": "down_proj", "w13": "gate_up_proj",
     "input_linear": "gate_up_proj", "output_linear": "down_proj",
 }  # fmt: skip
-_ANY_EXPERT = re.compile(r"(?:^|\.)experts\.(?!e_score_correction_bias$)")
-"""Everything below `experts`, but for a router's bias that some families keep there."""
+_ANY_EXPERT = re.compile(r"(?:^|\.)experts\.(?!e_score_correction_bias$|post_expert_norm\.)")
+"""Everything below `experts`, but for a router's bias (Laguna) and a norm (Muse Spark), which are the model's."""
 _INTERLEAVED_FAMILIES = ("gpt_oss",)
-"""Families whose fused gate and up rows alternate; others put all gate rows first."""
+_INTERLEAVED_NAMES = ("w13_",)
+"""Families and names whose fused gate and up rows alternate; others put all gate rows first."""
 
 
 def scan(checkpoint: Checkpoint) -> ExpertScan:
@@ -59,8 +61,8 @@ def scan(checkpoint: Checkpoint) -> ExpertScan:
             )
     if not by_prefix:
         raise CheckpointError(
-            f"{checkpoint.path} has no tensors of experts ({len(checkpoint.tensors)} tensors, "
-            f"model_type {checkpoint.config.get('model_type')!r}): not a mixture-of-experts model; "
+            f"{checkpoint.path} has no tensors of experts under any name known here ({_model_class(checkpoint)}, "
+            f"{len(checkpoint.tensors)} tensors): not a mixture-of-experts model, or one that is not supported; "
             "load it with transformers alone",
             file=str(checkpoint.path),
         )
@@ -135,9 +137,14 @@ def _make_group(
         bias=biases.pop(),
         fused=fused,
         transposed=shape.transposed,
-        interleaved=fused and checkpoint.text_config.get("model_type") in _INTERLEAVED_FAMILIES,
+        interleaved=fused and _is_interleaved(checkpoint, parts[-1, "gate_up_proj"]),
         parts=parts,
     )
+
+
+def _is_interleaved(checkpoint: Checkpoint, gate_up: Parts) -> bool:
+    name = next(iter(gate_up.values())).name.rpartition(".")[2]
+    return checkpoint.text_config.get("model_type") in _INTERLEAVED_FAMILIES or name.startswith(_INTERLEAVED_NAMES)
 
 
 def _spelling_of_group(

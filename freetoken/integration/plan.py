@@ -39,7 +39,8 @@ class LoadPlan:
             check_shapes(name, module, matched[name])
             for parameter in list(module._parameters):
                 module.register_parameter(parameter, None)
-            module._is_hf_initialized = True
+            block = model.get_submodule(name.rpartition(".")[0])  # some initialize their experts
+            module._is_hf_initialized = block._is_hf_initialized = True  # type: ignore[assignment]
         ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         prefixes = [re.escape(prefix) for prefix in {*experts, *(g.prefix for g in self.scan.groups)}]
         model._keys_to_ignore_on_load_unexpected = ignored | {rf"(?:^|\.)(?:{'|'.join(prefixes)})\."}  # type: ignore[assignment]
@@ -105,8 +106,8 @@ def match_groups(
         )
     spare = {group.prefix for group in found.groups if _is_ignored(model, group)}
     by_layer: dict[int, list[ExpertGroup]] = {}
-    for group in sorted(found.groups, key=lambda group: group.prefix in spare):
-        if group.prefix not in spare or group.layer not in by_layer:
+    for group in found.groups:
+        if group.prefix not in spare:
             by_layer.setdefault(group.layer, []).append(group)
     matched: dict[str, ExpertGroup] = {}
     for name in experts:
@@ -119,6 +120,13 @@ def match_groups(
                 f"{len(same)} fit: {', '.join(g.prefix for g in same) or 'none'}",
                 file=str(found.checkpoint.path),
                 tensor=name,
+            )
+        other = next((n for n, group in matched.items() if group.prefix == same[0].prefix), None)
+        if other is not None:
+            raise UnsupportedError(
+                f"{type(experts[name]).__name__}: {other} and {name} share the experts {same[0].prefix}, "
+                "which is not supported",
+                feature=type(experts[name]).__name__,
             )
         matched[name] = same[0]
     used = {group.prefix for group in matched.values()}
@@ -162,8 +170,8 @@ def check_shapes(name: str, module: torch.nn.Module, group: ExpertGroup) -> None
         "hidden size": group.hidden,
         "biases": group.bias,
     }
-    if group.fused:
-        built["interleaved gate and up"] = not module.is_concatenated
+    if group.fused and not module.is_concatenated:  # the other way round transformers reorders rows
+        built["interleaved gate and up"] = True
         on_disk["interleaved gate and up"] = group.interleaved
     for what, expected in built.items():
         if on_disk[what] != expected:

@@ -20,7 +20,14 @@ from typing import Any, Literal
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 from transformers.integrations.moe import ExpertsInterface
 
 from freetoken import formats, topology
@@ -138,7 +145,7 @@ def _load_dense(
     hooks = FreetokenConfig(plan.scan.dense, plan.before_weights)
     with _transformers_bars(show):
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = _auto_class(config).from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -159,6 +166,13 @@ def _load_dense(
     plan.check_report(info)
     plan.check_dense(model)
     return model
+
+
+def _auto_class(config: Any) -> Any:
+    """transformers' class for text alone; where a family has none, the one that also takes images."""
+    kind = type(config)
+    images_too = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if images_too else AutoModelForCausalLM
 
 
 def _attach_experts(model: Any, plan: LoadPlan, executor: Executor, show: bool) -> None:

@@ -1,30 +1,43 @@
 """Finds experts and quantized matrices by the names, dtypes and shapes in headers, reading no tensor.
 
-Two namings of experts exist. Separate: `<prefix>.experts.<e>.<projection>.<suffix>`, with gate_proj/up_proj/down_proj
-or Mixtral's w1/w3/w2. Fused: `<prefix>.experts.gate_up_proj[_<suffix>]` and `down_proj[_<suffix>]`, all experts in one
-tensor. The set of suffixes and their dtypes is the spelling, listed by each format, and it must be what the config
+Experts are separate, with their number in the name, or fused, all of a layer in one tensor; `_NAMINGS` lists how they
+are called. The set of suffixes and their dtypes is the spelling, listed by each format, and it must be what the config
 declares. A tensor below `experts` that nothing claims is an error, so that no expert is ever partly loaded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from freetoken import formats
 from freetoken.checkpoint.experts import ExpertGroup, ExpertScan, Parts, QuantizedDense
 from freetoken.checkpoint.quantization import Quantization, declared
 from freetoken.checkpoint.safetensors import Checkpoint, TensorInfo
 from freetoken.checkpoint.shapes import check_matrix, shape_of_experts, two_dimensions
-from freetoken.errors import CheckpointError
+from freetoken.errors import CheckpointError, UnsupportedError
 from freetoken.formats.base import Format, Spelling
 
-_SEPARATE = re.compile(r"^((?:.*\.)?experts)\.(\d{1,9})\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(\w+)$")
-_FUSED = re.compile(r"^((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:_(\w+))?$")
-_ANY_EXPERT = re.compile(r"(?:^|\.)experts\.")
-_ROLE = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_NAMINGS = [
+    re.compile(rf"(?P<at>(?:.*\.)?){pattern}")
+    for pattern in (
+        r"experts\.(?P<expert>\d{1,9})\.(?P<matrix>gate_proj|up_proj|down_proj|w[123])\.(?P<suffix>\w+)",
+        r"experts\.(?P<matrix>gate_up_proj|down_proj)(?:_(?P<suffix>\w+))?",
+        r"experts\.(?P<matrix>fc[12])\.(?P<suffix>\w+)",  # Aria
+        r"experts\.(?P<matrix>w13|w2)_(?P<suffix>\w+)",  # Inkling
+        r"(?<=\bblock_sparse_moe\.)(?P<matrix>(?:in|out)put_linear)\.(?P<suffix>\w+)",  # Granite
+    )
+]
+_ROLE = {
+    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
+    "fc1": "gate_up_proj", "fc2": "down_proj", "w13": "gate_up_proj",
+    "input_linear": "gate_up_proj", "output_linear": "down_proj",
+}  # fmt: skip
+_ANY_EXPERT = re.compile(r"(?:^|\.)experts\.(?!e_score_correction_bias$|post_expert_norm\.)")
+"""Everything below `experts`, but for a router's bias (Laguna) and a norm (Muse Spark), which are the model's."""
 _INTERLEAVED_FAMILIES = ("gpt_oss",)
-"""Families whose fused gate and up rows alternate; others put all gate rows first."""
+_INTERLEAVED_NAMES = ("w13_",)
+"""Families and names whose fused gate and up rows alternate; others put all gate rows first."""
 
 
 def scan(checkpoint: Checkpoint) -> ExpertScan:
@@ -35,9 +48,10 @@ def scan(checkpoint: Checkpoint) -> ExpertScan:
     quantization = declared(checkpoint)
     by_prefix: dict[str, dict[tuple[int, str], dict[str, TensorInfo]]] = {}
     for info in checkpoint.tensors.values():
-        if _ANY_EXPERT.search(info.name) is None:
+        parsed = _parse_name(checkpoint, info)
+        if parsed is None:
             continue
-        prefix, key, suffix = _parse_name(info)
+        prefix, key, suffix = parsed
         same = by_prefix.setdefault(prefix, {}).setdefault(key, {}).setdefault(suffix, info)
         if same is not info:
             raise CheckpointError(
@@ -47,31 +61,39 @@ def scan(checkpoint: Checkpoint) -> ExpertScan:
             )
     if not by_prefix:
         raise CheckpointError(
-            f"{checkpoint.path} has no tensors of experts ({len(checkpoint.tensors)} tensors, "
-            f"model_type {checkpoint.config.get('model_type')!r}): not a mixture-of-experts model; "
+            f"{checkpoint.path} has no tensors of experts under any name known here ({_model_class(checkpoint)}, "
+            f"{len(checkpoint.tensors)} tensors): not a mixture-of-experts model, or one that is not supported; "
             "load it with transformers alone",
             file=str(checkpoint.path),
         )
     groups = [_make_group(checkpoint, quantization, prefix, parts) for prefix, parts in by_prefix.items()]
     groups.sort(key=lambda group: (group.layer, group.prefix))
-    return ExpertScan(checkpoint, quantization, tuple(groups), tuple(_find_dense(checkpoint, quantization)))
+    experts = {i.name for parts in by_prefix.values() for matrix in parts.values() for i in matrix.values()}
+    return ExpertScan(checkpoint, quantization, tuple(groups), tuple(_find_dense(checkpoint, quantization, experts)))
 
 
-def _parse_name(info: TensorInfo) -> tuple[str, tuple[int, str], str]:
-    found = _SEPARATE.match(info.name)
-    if found:
-        prefix, expert, projection, suffix = found.groups()
-        return prefix, (int(expert), _ROLE.get(projection, projection)), suffix
-    found = _FUSED.match(info.name)
-    if found:
-        prefix, projection, suffix = found.groups()
-        return prefix, (-1, projection), suffix or "weight"
+def _parse_name(checkpoint: Checkpoint, info: TensorInfo) -> tuple[str, tuple[int, str], str] | None:
+    """(prefix, (expert or -1 for all, projection), suffix), or None for what is not part of an expert."""
+    for naming in _NAMINGS:
+        found = naming.fullmatch(info.name)
+        if found:
+            parts = found.groupdict()
+            key = int(parts.get("expert", -1)), _ROLE.get(parts["matrix"], parts["matrix"])
+            return f"{parts['at']}experts", key, parts["suffix"] or "weight"
+    if _ANY_EXPERT.search(info.name) is None:
+        return None
     raise CheckpointError(
         f"{info.file}: nothing claims the expert tensor {info.name!r} ({info.dtype} {list(info.shape)}); "
-        "this naming of experts is not supported",
+        f"how {_model_class(checkpoint)} names its experts is not supported",
         file=str(info.file),
         tensor=info.name,
     )
+
+
+def _model_class(checkpoint: Checkpoint) -> str:
+    """What config.json calls the model's class, or its family where it names none."""
+    names = checkpoint.config.get("architectures")
+    return str(names[0] if isinstance(names, list) and names else checkpoint.config.get("model_type"))
 
 
 def _make_group(
@@ -84,6 +106,9 @@ def _make_group(
     count = max(batched, default=0) if fused else len(experts)
     all_experts = experts if fused else range(experts[-1] + 1)
     missing = next(((e, p) for e in all_experts for p in projections if (e, p) not in parts), None)
+    if missing and {projection for _, projection in parts} == {"up_proj", "down_proj"}:
+        name = _model_class(checkpoint)
+        raise UnsupportedError(f"{name}: {prefix} has no gate; experts without a gate are not supported", feature=name)
     mixed = fused and any(expert >= 0 for expert, _ in parts)
     if mixed or missing or not count:
         some = next(iter(next(iter(parts.values())).values()))
@@ -112,9 +137,14 @@ def _make_group(
         bias=biases.pop(),
         fused=fused,
         transposed=shape.transposed,
-        interleaved=fused and checkpoint.text_config.get("model_type") in _INTERLEAVED_FAMILIES,
+        interleaved=fused and _is_interleaved(checkpoint, parts[-1, "gate_up_proj"]),
         parts=parts,
     )
+
+
+def _is_interleaved(checkpoint: Checkpoint, gate_up: Parts) -> bool:
+    name = next(iter(gate_up.values())).name.rpartition(".")[2]
+    return checkpoint.text_config.get("model_type") in _INTERLEAVED_FAMILIES or name.startswith(_INTERLEAVED_NAMES)
 
 
 def _spelling_of_group(
@@ -184,8 +214,10 @@ def _complaints(module: str, parts: Parts, spelling: Spelling) -> list[str]:
     return out
 
 
-def _find_dense(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[QuantizedDense]:
-    """Quantized matrices outside the experts; a plain weight where the config declares a format is accepted.
+def _find_dense(
+    checkpoint: Checkpoint, quantization: Quantization, experts: Container[str]
+) -> Iterator[QuantizedDense]:
+    """Quantized matrices of tensors not in `experts`; a plain weight where the config declares a format is accepted.
 
     Tools leave attention or single layers unquantized without always listing them, and a plain weight is complete by
     itself; what must not pass is a packed weight without its scales.
@@ -195,7 +227,7 @@ def _find_dense(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[
     modules: dict[str, dict[str, TensorInfo]] = {}
     for info in checkpoint.tensors.values():
         module, _, suffix = info.name.rpartition(".")
-        if suffix in suffixes and _ANY_EXPERT.search(info.name) is None:
+        if suffix in suffixes and info.name not in experts:
             modules.setdefault(module, {})[suffix] = info
     for module, parts in modules.items():
         if set(parts) == {"weight"} and parts["weight"].dtype in ("BF16", "F16", "F32"):

@@ -12,6 +12,9 @@ from freetoken.checkpoint.safetensors import DTYPES, Checkpoint, TensorInfo
 from freetoken.errors import CheckpointError
 from freetoken.formats.base import Format, Spelling
 
+_WIDTHS = ("moe_hidden_size", "moe_latent_size", "hidden_size")
+"""Settings for the width that experts work in; the first that is set counts."""
+
 
 @dataclass(frozen=True)
 class ExpertShape:
@@ -48,11 +51,12 @@ def shape_of_experts(
             check_matrix(matrix[part], role, n, k, fmt, shape.transposed, lead)
         if "bias" in matrix and matrix["bias"].shape != (*lead, n):
             raise _shape_error(matrix["bias"], f"{[*lead, n]}")
-    expected = checkpoint.text_config.get("hidden_size")
+    config = checkpoint.text_config
+    where, expected = next(((n, config[n]) for n in _WIDTHS if config.get(n) is not None), ("", None))
     if isinstance(expected, int) and expected != h:
         info = parts[first, "down_proj"][suffix]
         raise CheckpointError(
-            f"{info.file}: {prefix} has hidden size {h}, config.json says hidden_size {expected}",
+            f"{info.file}: {prefix} has hidden size {h}, config.json says {where} {expected}",
             file=str(info.file),
             tensor=info.name,
         )

@@ -38,7 +38,8 @@ class LoadPlan:
             check_shapes(name, module, matched[name])
             for parameter in list(module._parameters):
                 module.register_parameter(parameter, None)
-            module._is_hf_initialized = True
+            block = model.get_submodule(name.rpartition(".")[0])  # some initialize their experts
+            module._is_hf_initialized = block._is_hf_initialized = True  # type: ignore[assignment]
         ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         prefixes = [re.escape(prefix) for prefix in {*experts, *(g.prefix for g in self.scan.groups)}]
         model._keys_to_ignore_on_load_unexpected = ignored | {rf"(?:^|\.)(?:{'|'.join(prefixes)})\."}  # type: ignore[assignment]
@@ -83,16 +84,21 @@ class LoadPlan:
 def match_groups(
     model: torch.nn.Module, experts: dict[str, torch.nn.Module], found: ExpertScan
 ) -> dict[str, LayerExperts]:
-    """Module name -> group: by the same name, else by the same layer number. Every one on either side must match."""
+    """Module name -> group: by the same name, else by the same layer number. Every one on either side must match.
+
+    Experts that the model's class ignores may stay without a module.
+    """
     if not experts:
         raise UnsupportedError(
             f"{type(model).__name__} has no experts module of the kind transformers dispatches; "
             "its experts cannot be moved into banks",
             feature=type(model).__name__,
         )
+    spare = {group.prefix for group in found.groups if _is_ignored(model, group)}
     by_layer: dict[int, list[LayerExperts]] = {}
     for group in found.groups:
-        by_layer.setdefault(group.layer, []).append(group)
+        if group.prefix not in spare:
+            by_layer.setdefault(group.layer, []).append(group)
     matched: dict[str, LayerExperts] = {}
     for name in experts:
         same = [g for g in found.groups if g.prefix == name or g.prefix.endswith(f".{name}")]
@@ -105,12 +111,18 @@ def match_groups(
                 file=str(found.checkpoint.path),
                 tensor=name,
             )
+        other = next((n for n, group in matched.items() if group.prefix == same[0].prefix), None)
+        if other is not None:
+            raise UnsupportedError(
+                f"{type(experts[name]).__name__}: {other} and {name} share the experts {same[0].prefix}, "
+                "which is not supported",
+                feature=type(experts[name]).__name__,
+            )
         matched[name] = same[0]
-    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    used = {id(group) for group in matched.values()}
+    used = {group.prefix for group in matched.values()}
     for group in found.groups:
-        tensor = group.tensors[0]
-        if id(group) not in used and not any(pattern.search(tensor.name) for pattern in ignored):
+        if group.prefix not in used | spare:
+            tensor = group.tensors[0]
             raise CheckpointError(
                 f"{tensor.file}: no module of {type(model).__name__} claims the experts {group.prefix} "
                 f"(first tensor {tensor.name!r})",
@@ -118,6 +130,16 @@ def match_groups(
                 tensor=tensor.name,
             )
     return matched
+
+
+def _is_ignored(model: Any, group: LayerExperts) -> bool:
+    """Whether the model's class does without these experts: they predict further tokens (MTP, next-n layers)."""
+    config = model.config.get_text_config()
+    layers, more = (getattr(config, n, None) for n in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if isinstance(layers, int) and isinstance(more, int) and layers <= group.layer < layers + more:
+        return True
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, group.tensors[0].name) for pattern in ignored)
 
 
 def check_shapes(name: str, module: torch.nn.Module, group: LayerExperts) -> None:
@@ -137,8 +159,8 @@ def check_shapes(name: str, module: torch.nn.Module, group: LayerExperts) -> Non
         "hidden size": group.hidden,
         "biases": group.bias,
     }
-    if group.interleaving is not None:
-        built["interleaved gate and up"] = not module.is_concatenated
+    if group.interleaving is not None and not module.is_concatenated:  # the other way round transformers reorders rows
+        built["interleaved gate and up"] = True
         on_disk["interleaved gate and up"] = group.interleaving
     for what, expected in built.items():
         if on_disk[what] != expected:

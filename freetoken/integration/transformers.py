@@ -21,7 +21,14 @@ from typing import Any, Literal
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 from transformers.integrations.moe import ExpertsInterface
 
 from freetoken import formats, topology
@@ -145,7 +152,7 @@ def _load_dense(
     model_kwargs: dict[str, Any],
 ) -> Any:
     checkpoint = plan.scan.checkpoint
-    loader: Any = AutoModelForCausalLM
+    loader: Any = _auto_class(config)
     source: Path | None = checkpoint.path
     state: dict[str, torch.Tensor] | None = None
     before_weights: BeforeWeights = plan.before_weights
@@ -178,6 +185,13 @@ def _load_dense(
     plan.check_report(info)
     plan.check_dense(model)
     return model
+
+
+def _auto_class(config: Any) -> Any:
+    """transformers' class for text alone; where a family has none, the one that also takes images."""
+    kind = type(config)
+    images_too = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if images_too else AutoModelForCausalLM
 
 
 def _attach_experts(model: Any, plan: LoadPlan, executor: Executor, show: bool) -> None:

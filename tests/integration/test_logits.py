@@ -21,9 +21,9 @@ import freetoken
 from freetoken import formats
 from freetoken.integration.operator import layer_of
 from tests.support.checkpoints import DIALECTS, write_qwen3
-from tests.support.oracle import dequantize_folder, dequantize_matrix, map_experts, new_cache, stock_model
+from tests.support.logits import check_logits, collect_logits
+from tests.support.oracle import dequantize_folder, dequantize_matrix, map_experts, stock_model
 
-BOUND = 1e-4
 LOADS = {  # folder -> format of its experts
     "bf16-transformers-deepseekv3": "bf16",
     "bf16-transformers-deepseekv4": "bf16",
@@ -48,30 +48,6 @@ REFUSED = {  # folder -> what the error says
     "w4a16-llmcompressor-qwen3moe256": (freetoken.CheckpointError, "'pack-quantized'"),
 }
 SOURCES = ["bf16-transformers-qwen3moe", "bf16-transformers-gptoss"]
-
-
-def collect_logits(model: Any, vocabulary: int) -> torch.Tensor:
-    """Logits of every real position of a left-padded batch of two, then of five tokens fed one by one."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, vocabulary, (2, 14), generator=generator)
-    mask = torch.ones(2, 14, dtype=torch.long)
-    mask[1, :4] = 0
-    cache = new_cache(model)
-    with torch.no_grad():
-        logits = model(input_ids=ids[:, :9], attention_mask=mask[:, :9], **cache).logits
-        parts = [logits[0], logits[1, 4:]]
-        for n in range(9, 14):
-            out = model(input_ids=ids[:, n : n + 1], attention_mask=mask[:, : n + 1], **cache)
-            parts.append(out.logits[:, 0])
-    return torch.cat(parts)
-
-
-def check_logits(ours: Any, stock: Any) -> None:
-    vocabulary = stock.config.vocab_size
-    found, expected = collect_logits(ours, vocabulary), collect_logits(stock, vocabulary)
-    assert found.dtype == expected.dtype == torch.float32
-    assert expected.std() > 0.1  # else nothing is said
-    assert (found - expected).abs().max() <= BOUND
 
 
 def expert_formats(model: Any) -> set[str]:

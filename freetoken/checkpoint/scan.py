@@ -232,6 +232,8 @@ def _find_dense(
     for module, parts in modules.items():
         if set(parts) == {"weight"} and parts["weight"].dtype in ("BF16", "F16", "F32"):
             continue
+        if set(parts) == {"scale"}:  # a parameter of that name, as routers have; DeepSeek-V4's stands beside a weight
+            continue
         because = f"{quantization.source} declares {quantization}"
         fmt, spelling = match_spelling(module, parts, quantization.formats, because)
         n, k = two_dimensions(parts[spelling.tensors["codes"][0]])

@@ -42,6 +42,7 @@ LOADS: dict[str, dict[str, Any]] = {  # family -> what its config needs besides 
     "deepseek_v2": {},
     "deepseek_v3": {},
     "deepseek_v32": {},
+    "deepseek_v4": {},
     "dots1": {},
     "dots3_note": {"text_config": {"head_dim": 16}, "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
                    "vision_config": {"num_hidden_layers": 42, "adapter_in_dim": 64, "adapter_out_dim": 64}},
@@ -54,6 +55,8 @@ LOADS: dict[str, dict[str, Any]] = {  # family -> what its config needs besides 
     "glm4_moe": {},
     "glm4_moe_lite": {},
     "glm4v_moe": {"text_config": {"head_dim": 64, "partial_rotary_factor": 1.0}},
+    "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"],
+                                  "layer_types": ["linear_attention", "indexed_attention"]}},
     "glm_moe_dsa": {},
     "gpt_oss": {},
     "granitemoe": {},
@@ -62,6 +65,9 @@ LOADS: dict[str, dict[str, Any]] = {  # family -> what its config needs besides 
     "granitemoeshared": {},
     "hunyuan_v1_moe": {},
     "hy_v3": {},
+    "hy_v4": {},
+    "hy_v4_vl": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                     "mrope_section": [2, 1, 1]}}},
     "inkling_mm_model": {"text_config": {"logits_mup_width_multiplier": 1.0},
                          "vision_config": {"num_hidden_layers": 16, "patch_size": 4}},
     "inkling_text": {"logits_mup_width_multiplier": 1.0},
@@ -97,7 +103,6 @@ LOADS: dict[str, dict[str, Any]] = {  # family -> what its config needs besides 
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], type[FreeTokenError], str]] = {  # besides: what the error says
     "dbrx": ({"attn_config": {"rope_theta": 1e4}}, CheckpointError, "DbrxForCausalLM names its experts"),
-    "deepseek_v4": ({}, UnsupportedError, "DeepseekV4Experts applies an activation"),
     "ernie4_5_vl_moe": (
         {
             "text_config": {
@@ -109,17 +114,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FreeTokenError], str]] = {  # besi
         "Ernie4_5_VLMoeMoeExperts: .* share the experts",
     ),
     "gemma4": ({"text_config": GEMMA4}, UnsupportedError, "Gemma4TextExperts applies an activation"),
-    "glm5_next": (
-        {"text_config": {"qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]}},
-        UnsupportedError,
-        "Glm5NextTextExperts applies an activation",
-    ),
-    "hy_v4": ({}, UnsupportedError, "HYV4Experts applies an activation"),
-    "hy_v4_vl": (
-        {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}},
-        UnsupportedError,
-        "HYV4VLExperts applies an activation",
-    ),
     "inkling2": ({"text_config": INKLING2}, UnsupportedError, "Inkling2Experts applies an activation"),
     "inkling2_text": (INKLING2, UnsupportedError, "Inkling2Experts applies an activation"),
     "inkling2_loop": ({"text_config": LOOP}, UnsupportedError, "Inkling2LoopExperts applies an activation"),

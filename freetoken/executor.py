@@ -62,7 +62,7 @@ def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto"
 
     act: "auto" or a precision. auto takes fp32 for an fp32 or fp16 model; for a bf16 model bf16 where a bf16 dot
     serves this format, else fp32. A forced bf16 without such a tile rounds activations before an fp32 tile; formats
-    without an int8 tile (bf16) take bf16 instead. Raises `UnsupportedError` for a tier this CPU lacks.
+    without an int8 tile (bf16, fp8_block) take bf16 instead. Raises `UnsupportedError` for a tier this CPU lacks.
     """
     levels = _levels_up_to(tier)
     kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels._tile_{fmt.kernels}").kernels()

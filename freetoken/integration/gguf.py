@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
@@ -23,6 +22,8 @@ from freetoken.integration.plan import LoadPlan
 from freetoken.integration.quantizer import BeforeWeights
 
 logger = logging.getLogger(__name__)
+
+_STRIP_WEIGHTS = 1 << 20
 
 
 def filling(state: dict[str, torch.Tensor], plan: LoadPlan) -> BeforeWeights:
@@ -54,10 +55,19 @@ def dense_tensors(model: Any, found: ExpertScan) -> dict[str, torch.Tensor]:
         like = wanted[names[name]]
         if info.shape != tuple(like.shape):
             raise _error(info, f"has shape {list(info.shape)}, the metadata build {list(like.shape)}")
-        rows = checkpoint.read_bytes(name).reshape(info.shape[0] if len(info.shape) > 1 else 1, -1)
-        values = np.ascontiguousarray(dequantize(info, rows)).reshape(info.shape)
-        tensors[names[name]] = torch.from_numpy(values).to(like.dtype)
+        tensors[names[name]] = _unpack(info, checkpoint, like.dtype)
     return tensors
+
+
+def _unpack(info: TensorInfo, checkpoint: GgufCheckpoint, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a dtype, in strips of rows: a vocabulary of fp32 would be twice the rest."""
+    out = torch.empty(info.shape, dtype=dtype, device="cpu")  # the skeleton is being built on another
+    flat = out.view(-1, info.shape[-1])
+    rows = checkpoint.read_bytes(info.name).reshape(len(flat), -1)
+    step = max(1, _STRIP_WEIGHTS // info.shape[-1])
+    for start in range(0, len(flat), step):
+        flat[start : start + step] = torch.from_numpy(dequantize(info, rows[start : start + step]))
+    return out
 
 
 def _model_names(wanted: dict[str, torch.Tensor], checkpoint: GgufCheckpoint) -> dict[str, str]:

@@ -213,10 +213,10 @@ class Format(ABC):
                 head[...] = run.transpose(0, 2, 1)
         return out
 
-    def unpack(self, tiles: NDArray[np.uint8], n: int, k: int, like: Matrix | None = None) -> Matrix:
+    def unpack(self, tiles: NDArray[np.uint8], n: int, k: int) -> Matrix:
         """The inverse of `pack`: tiles (T, tile_bytes) to the matrix of the first n rows, k wide.
 
-        The global scale is not in the tiles; it is taken from `like` when given.
+        The global scale is not in the tiles: it is 1 here.
         """
         rows = len(tiles) * TILE_ROWS
         codes = np.empty((rows, k * self.bits // 8), np.uint8)
@@ -228,8 +228,6 @@ class Format(ABC):
             codes[:, start:stop] = np.ascontiguousarray(body.transpose(0, 3, 1, 2)).reshape(rows, -1).view(np.uint8)
             if head is not None:
                 scales[:, first : first + blocks] = head.transpose(0, 2, 1).reshape(rows, blocks)
-        if like is not None:
-            return Matrix(self, codes[:n], None if scales is None else scales[:n], like.global_scale, like.divides)
         return Matrix(self, codes[:n], None if scales is None else scales[:n])
 
     def _runs(self, k: int) -> list[tuple[int, int, int, int]]:

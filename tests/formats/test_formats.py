@@ -202,13 +202,6 @@ def test_every_byte_has_its_place(fmt: Format, n: int) -> None:
     np.testing.assert_array_equal(tiles, wanted)
 
 
-@FORMATS
-def test_unpack_takes_the_global_from_another(fmt: Format) -> None:
-    plain = random_matrix(fmt, 18, 2, seed=0)
-    like = Matrix(fmt, plain.codes, plain.scales, 0.125, divides=True)
-    check_same(fmt.unpack(fmt.pack(like), 18, like.shape[1], like), like)
-
-
 def test_a_ragged_block_is_a_shorter_block() -> None:
     fmt = formats.get("fp8_block")
     matrix = random_of_width(fmt, 20, 128 + 12, seed=0)

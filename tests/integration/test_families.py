@@ -56,7 +56,7 @@ LOADS: dict[str, dict[str, Any]] = {  # family -> what its config needs besides 
     "glm4_moe_lite": {},
     "glm4v_moe": {"text_config": {"head_dim": 64, "partial_rotary_factor": 1.0}},
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"],
-                                  "layer_types": ["linear_attention", "indexed_attention"]}},
+                                  "layer_types": ["linear_attention", "deepseek_sparse_attention"]}},
     "glm_moe_dsa": {},
     "gpt_oss": {},
     "granitemoe": {},

@@ -24,7 +24,7 @@ class Choice:
         if text not in self.choices:
             expected = ", ".join(self.choices)
             raise ConfigError(
-                f"{self.name}={text!r} is not one of {expected}: unset it or choose one of these",
+                f"{self.name}={text!r} is not one of {expected} ({self.meaning}): unset it or choose one of these",
                 name=self.name,
                 value=text,
                 expected=expected,
@@ -44,5 +44,3 @@ CPU_ISA = Choice(
     ("auto", "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"),
     "highest instruction set that CPU expert kernels may use; auto takes the best this CPU has",
 )
-
-ALL: tuple[Choice, ...] = (CPU_ACT, CPU_ISA)

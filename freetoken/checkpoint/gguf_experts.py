@@ -4,7 +4,7 @@ Per layer `blk.<L>.ffn_gate_exps.weight`, `ffn_up_exps` and `ffn_down_exps`, all
 be merged into `ffn_gate_up_exps`, gate rows first; gpt-oss has `.bias` beside each. A block type in `BLOCKS` becomes a
 format bit for bit. Any other is refused by name, unless a format to re-quantize to is given and gguf can dequantize it.
 
-To add a block type: a line in `BLOCKS`. It counts from the moment its format exists.
+To add a block type: `from_ggml_blocks` in its format's file, and a line in `BLOCKS`.
 """
 
 from __future__ import annotations
@@ -25,49 +25,24 @@ from freetoken.checkpoint.gguf_config import ARCHITECTURES
 from freetoken.checkpoint.quantization import Quantization
 from freetoken.checkpoint.safetensors import TensorInfo
 from freetoken.errors import CheckpointError, UnsupportedError
+from freetoken.formats import mxfp4, q4_0, q8_0
 from freetoken.formats.base import Format, Matrix
-from freetoken.formats.codes import pack_nibbles
 from freetoken.formats.record import Expert
 
 Bytes = NDArray[np.uint8]
 Split = Callable[[Bytes], tuple[Bytes, Any]]
-"""(N, blocks, bytes of a block) to codes (N, K * bits / 8) and scales (N, blocks), as a `Matrix` has them."""
+"""Rows of blocks (N, bytes) to codes (N, K * bits / 8) and scales (N, blocks), as a `Matrix` has them."""
 
 
-def _plain(blocks: Bytes) -> tuple[Bytes, None]:
-    return np.ascontiguousarray(blocks.reshape(len(blocks), -1)), None
-
-
-def _split_q8_0(blocks: Bytes) -> tuple[Bytes, NDArray[np.uint16]]:
-    """fp16 scale, 32 int8."""
-    return _rest(blocks, 2), np.ascontiguousarray(blocks[:, :, :2]).view(np.uint16)[:, :, 0]
-
-
-def _split_q4_0(blocks: Bytes) -> tuple[Bytes, NDArray[np.uint16]]:
-    """fp16 scale, 16 bytes of nibbles."""
-    return _in_order(blocks[:, :, 2:]), np.ascontiguousarray(blocks[:, :, :2]).view(np.uint16)[:, :, 0]
-
-
-def _split_mxfp4(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    """e8m0 scale, 16 bytes of nibbles. ggml halves the scale and doubles the codes: the values are the same."""
-    return _in_order(blocks[:, :, 1:]), np.ascontiguousarray(blocks[:, :, 0])
-
-
-def _rest(blocks: Bytes, start: int) -> Bytes:
-    return np.ascontiguousarray(blocks[:, :, start:]).reshape(len(blocks), -1)
-
-
-def _in_order(nibbles: Bytes) -> Bytes:
-    """Byte j of a block holds elements j (low) and j + 16 (high); here the low nibble is the even element."""
-    codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=2)
-    return pack_nibbles(codes).reshape(len(codes), -1)
+def _plain(rows: Bytes) -> tuple[Bytes, None]:
+    return np.ascontiguousarray(rows), None
 
 
 BLOCKS: dict[str, tuple[str, Split]] = {
     "BF16": ("bf16", _plain),
-    "MXFP4": ("mxfp4", _split_mxfp4),
-    "Q4_0": ("q4_0", _split_q4_0),
-    "Q8_0": ("q8_0", _split_q8_0),
+    "MXFP4": ("mxfp4", mxfp4.from_ggml_blocks),
+    "Q4_0": ("q4_0", q4_0.from_ggml_blocks),
+    "Q8_0": ("q8_0", q8_0.from_ggml_blocks),
 }
 """ggml's name of a type -> the format with exactly its values, and how its blocks come apart."""
 
@@ -134,7 +109,7 @@ class GgufExperts(LayerExperts):
         if fmt is None:
             shape = len(rows), info.shape[2]
             return self.format.quantize_strips(shape, lambda a, b: _values(info, rows[a:b], expert, a))
-        codes, scales = BLOCKS[info.dtype][1](rows.reshape(len(rows), -1, _block_bytes(info.dtype)))
+        codes, scales = BLOCKS[info.dtype][1](rows.reshape(len(rows), -1))
         matrix = Matrix(fmt, codes, scales)
         bad = fmt.find_bad(matrix)
         if bad:

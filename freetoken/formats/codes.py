@@ -74,6 +74,13 @@ def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], packed.shape[-1] * 2)
 
 
+def find_bad_fp16(scales: NDArray[np.generic]) -> str | None:
+    """The first row of fp16 scales (N, blocks), given as bits, that holds a NaN or an infinity, in words; or None."""
+    bits = np.ascontiguousarray(scales).view(np.uint16)
+    bad = np.flatnonzero(((bits & 0x7C00) == 0x7C00).any(axis=1))
+    return f"row {bad[0]} has a NaN or infinite block scale" if bad.size else None
+
+
 def split_blocks(raw: NDArray[np.uint8], head: int, body: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Rows of blocks, each `head` bytes of scale and `body` bytes of codes, as (N, blocks, head) and (N, blocks, body).
 

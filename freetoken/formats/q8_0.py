@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freetoken.formats.base import Format, Matrix
-from freetoken.formats.codes import split_blocks
+from freetoken.formats.codes import find_bad_fp16, split_blocks
 
 
 class Q8_0(Format):
@@ -45,8 +45,7 @@ class Q8_0(Format):
 
     def find_bad(self, matrix: Matrix) -> str | None:
         assert matrix.scales is not None
-        bad = np.flatnonzero(((matrix.scales & 0x7C00) == 0x7C00).any(axis=1))
-        return f"row {bad[0]} has a NaN or infinite block scale" if bad.size else None
+        return find_bad_fp16(matrix.scales)
 
 
 def from_ggml_blocks(raw: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:

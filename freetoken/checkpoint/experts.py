@@ -18,13 +18,29 @@ from numpy.typing import NDArray
 
 from freetoken.checkpoint.quantization import Quantization
 from freetoken.checkpoint.safetensors import Checkpoint, TensorInfo
-from freetoken.errors import CheckpointError
-from freetoken.formats.base import Format, Matrix, Spelling
+from freetoken.errors import CheckpointError, FormatError
+from freetoken.formats.base import Format, Matrix, ScaleBlock, Scales, Spelling
 from freetoken.formats.codes import bf16_to_fp32
 from freetoken.formats.record import Expert, RecordLayout
 
 Parts = Mapping[str, TensorInfo]
 """Suffix -> tensor, of one matrix."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a matrix is written: format, tensors, and the weights that share a scale where a config chooses that."""
+
+    format: Format
+    spelling: Spelling
+    block: ScaleBlock | None = None
+
+    def suffix(self, role: str) -> str:
+        """The suffix of the tensor in a role."""
+        return self.spelling.tensors[role][0]
+
+    def __str__(self) -> str:
+        return f"{self.format.name} ({self.spelling.name})"
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,7 @@ class ExpertGroup(LayerExperts):
     `parts` maps (expert or -1 for all, projection) to the tensors of that matrix.
     """
 
-    spelling: Spelling
+    written: Written
     fused: bool
     transposed: bool
     interleaved: bool
@@ -97,7 +113,7 @@ class ExpertGroup(LayerExperts):
 
     @property
     def spelled(self) -> str:
-        return f"{self.spelling.name}, {'fused' if self.fused else 'one by one'}"
+        return f"{self.written.spelling.name}, {'fused' if self.fused else 'one by one'}"
 
     @property
     def interleaving(self) -> bool | None:
@@ -108,19 +124,18 @@ class ExpertGroup(LayerExperts):
 
     def check_scales(self) -> None:
         """Read every scale and bias (not the codes) and refuse what is no number, before anything is allocated."""
-        for (expert, _), parts in self.parts.items():
+        for (expert, projection), parts in self.parts.items():
             for e in [expert] if expert >= 0 else range(self.n_experts):
                 self._bias(parts, e)
-                if self.format.scale_dtype is None:
-                    continue
-                _check_scales(self.format, self.spelling, parts, self._tensor(parts, "scales", e), self.checkpoint)
+                scales = self._scales(parts, projection, e)
+                if scales is not None:
+                    _check_scales(self.written, parts, scales, self.checkpoint)
 
     def _read_separate(self, expert: int) -> Expert:
         matrices, biases = {}, {}
         for projection in ("gate_proj", "up_proj", "down_proj"):
             parts = self.parts[expert, projection]
-            codes = self._tensor(parts, "codes", expert)
-            scales = self._tensor(parts, "scales", expert) if self.format.scale_dtype is not None else None
+            codes, scales = self._codes(parts, expert), self._scales(parts, projection, expert)
             matrices[projection] = self._matrix(codes, scales, parts)
             biases[projection] = self._bias(parts, expert)
         return Expert(
@@ -134,8 +149,7 @@ class ExpertGroup(LayerExperts):
 
     def _read_fused(self, expert: int) -> Expert:
         both, down = self.parts[-1, "gate_up_proj"], self.parts[-1, "down_proj"]
-        codes, scales = self._fused_tensors(both, expert)
-        down_codes, down_scales = self._fused_tensors(down, expert)
+        codes, scales = self._codes(both, expert), self._scales(both, "gate_up_proj", expert)
         bias = self._bias(both, expert)
         first, second = self._gate_and_up_rows()
 
@@ -145,7 +159,7 @@ class ExpertGroup(LayerExperts):
         return Expert(
             self._matrix(codes[first], pick(scales, first), both),
             self._matrix(codes[second], pick(scales, second), both),
-            self._matrix(down_codes, down_scales, down),
+            self._matrix(self._codes(down, expert), self._scales(down, "down_proj", expert), down),
             pick(bias, first),
             pick(bias, second),
             self._bias(down, expert),
@@ -156,25 +170,38 @@ class ExpertGroup(LayerExperts):
             return slice(0, None, 2), slice(1, None, 2)
         return slice(0, self.intermediate), slice(self.intermediate, None)
 
-    def _fused_tensors(self, parts: Parts, expert: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    def _codes(self, parts: Parts, expert: int) -> NDArray[Any]:
         codes = self._tensor(parts, "codes", expert)
-        scales = self._tensor(parts, "scales", expert) if self.format.scale_dtype is not None else None
-        if self.transposed:  # (in, out): codes packed along the first axis
-            codes, scales = codes.T, None if scales is None else scales.T
-        return codes.reshape(codes.shape[0], -1), scales
+        return codes.reshape(codes.shape[0], -1)  # gpt-oss's blocks have a dimension of their own
+
+    def _scales(self, parts: Parts, projection: str, expert: int) -> Scales | None:
+        """A scale for each row and block; a grid that crosses from gate to up is spread before they are parted."""
+        if self.format.scale_dtype is None:
+            return None
+        info = parts[self.written.suffix("scales")]
+        n = self.hidden if projection == "down_proj" else self.intermediate * (2 if self.fused else 1)
+        k = self.intermediate if projection == "down_proj" else self.hidden
+        stored = self.format.read_scales(self._tensor(parts, "scales", expert), info.dtype)
+        try:
+            return self.format.spread_scales(stored, n, k, self.written.block)
+        except FormatError as error:
+            raise CheckpointError(
+                f"{info.file}: tensor {info.name!r}: {error}", file=str(info.file), tensor=info.name
+            ) from error
 
     def _tensor(self, parts: Parts, role: str, expert: int) -> NDArray[Any]:
-        info = parts[self.spelling.tensors[role][0]]
-        return self.checkpoint.read(info.name, expert if self.fused else None)
+        """(rows, ...) of one expert; in a transposed checkpoint codes are packed along the first axis."""
+        tensor = self.checkpoint.read(parts[self.written.suffix(role)].name, expert if self.fused else None)
+        return tensor.T if self.transposed else tensor
 
     def _matrix(self, codes: NDArray[Any], scales: NDArray[Any] | None, parts: Parts) -> Matrix:
-        info = parts[self.spelling.tensors["codes"][0]]
+        info = parts[self.written.suffix("codes")]
         if info.dtype in ("F16", "F32"):  # the bf16 format takes both, rounded
             matrix = self.format.quantize(np.ascontiguousarray(codes, np.float32))
         else:
-            factor = _read_global(self.spelling, parts, self.checkpoint)
+            factor = _read_global(self.written, parts, self.checkpoint)
             matrix = Matrix(self.format, np.ascontiguousarray(codes).view(np.uint8), scales, *factor)
-        _check_numbers(matrix, self.spelling, parts)
+        _check_numbers(matrix, self.written, parts)
         return matrix
 
     def _bias(self, parts: Parts, expert: int) -> NDArray[np.float32] | None:
@@ -194,15 +221,16 @@ class QuantizedDense:
 
     checkpoint: Checkpoint
     module: str
-    format: Format
-    spelling: Spelling
+    written: Written
     parts: Parts
 
     def check_scales(self) -> None:
         """As `LayerExperts.check_scales`."""
-        if "scales" in self.spelling.tensors:
-            scales = self.checkpoint.read(self.parts[self.spelling.tensors["scales"][0]].name)
-            _check_scales(self.format, self.spelling, self.parts, scales, self.checkpoint)
+        if "scales" in self.written.spelling.tensors:
+            info = self.parts[self.written.suffix("scales")]
+            scales = self.written.format.read_scales(self.checkpoint.read(info.name), info.dtype)
+            rows = scales if scales.ndim > 1 else scales.reshape(-1, 1)
+            _check_scales(self.written, self.parts, rows, self.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -225,8 +253,8 @@ class ExpertScan:
         experts = self.expert_tensors
         total = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if name not in experts)
         for matrix in self.dense:
-            codes = matrix.parts[matrix.spelling.tensors["codes"][0]]
-            total += codes.nbytes * 16 // matrix.format.bits
+            codes = matrix.parts[matrix.written.suffix("codes")]
+            total += codes.nbytes * 16 // matrix.written.format.bits
         return total
 
     def check_scales(self, on_checked: Callable[[int], object] = lambda n: None) -> None:
@@ -245,27 +273,25 @@ class ExpertScan:
         return len(self.groups) + len(self.dense)
 
 
-def _read_global(spelling: Spelling, parts: Parts, checkpoint: Checkpoint) -> tuple[float, bool]:
+def _read_global(written: Written, parts: Parts, checkpoint: Checkpoint) -> tuple[float, bool]:
     """The global scale and whether it divides."""
-    role = spelling.tensors.get("global")
-    if role is None:
+    if "global" not in written.spelling.tensors:
         return 1.0, False
-    return float(checkpoint.read(parts[role[0]].name).reshape(-1)[0]), spelling.divides
+    value = checkpoint.read(parts[written.suffix("global")].name)
+    return float(value.reshape(-1)[0]), written.spelling.divides
 
 
-def _check_scales(fmt: Format, spelling: Spelling, parts: Parts, scales: NDArray[Any], checkpoint: Checkpoint) -> None:
+def _check_scales(written: Written, parts: Parts, scales: Scales, checkpoint: Checkpoint) -> None:
     """Check a matrix of which only the scales are read."""
-    flat = scales.reshape(-1, scales.shape[-1])
-    codes = np.empty((flat.shape[0], 0), np.uint8)
-    _check_numbers(Matrix(fmt, codes, flat, *_read_global(spelling, parts, checkpoint)), spelling, parts)
+    codes = np.empty((len(scales), 0), np.uint8)
+    _check_numbers(Matrix(written.format, codes, scales, *_read_global(written, parts, checkpoint)), written, parts)
 
 
-def _check_numbers(matrix: Matrix, spelling: Spelling, parts: Parts) -> None:
+def _check_numbers(matrix: Matrix, written: Written, parts: Parts) -> None:
     bad = matrix.format.find_bad(matrix)
     if bad:
-        role = "global" if "global" in bad else ("scales" if "scales" in spelling.tensors else "codes")
-        info = parts[spelling.tensors[role][0]]
-        raise _damaged(info, bad)
+        role = "global" if "global" in bad else ("scales" if "scales" in written.spelling.tensors else "codes")
+        raise _damaged(parts[written.suffix(role)], bad)
 
 
 def _damaged(info: TensorInfo, what: str) -> CheckpointError:

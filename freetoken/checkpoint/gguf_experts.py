@@ -22,7 +22,7 @@ from freetoken import formats
 from freetoken.checkpoint.experts import ExpertScan, LayerExperts
 from freetoken.checkpoint.gguf import GgufCheckpoint, gguf_package
 from freetoken.checkpoint.gguf_config import ARCHITECTURES
-from freetoken.checkpoint.quantization import Quantization
+from freetoken.checkpoint.quantization import Quantization, Scheme, for_all
 from freetoken.checkpoint.safetensors import TensorInfo
 from freetoken.errors import CheckpointError, UnsupportedError
 from freetoken.formats import mxfp4, q4_0, q8_0
@@ -159,7 +159,9 @@ def scan_gguf(checkpoint: GgufCheckpoint, fmt: Format | None = None) -> GgufScan
             raise CheckpointError(f"{checkpoint.path}: block {layer} has no experts", file=str(checkpoint.path))
     groups = tuple(_make_group(checkpoint, layer, parts, fmt) for layer, parts in sorted(layers.items()))
     held = tuple(dict.fromkeys(group.format.name for group in groups))
-    return GgufScan(checkpoint, Quantization("gguf", held, source=checkpoint.path.name), groups, ())
+    return GgufScan(
+        checkpoint, Quantization("gguf", for_all(*map(Scheme, held)), source=checkpoint.path.name), groups, ()
+    )
 
 
 def dequantize(info: TensorInfo, rows: Bytes) -> NDArray[np.float32]:

@@ -11,12 +11,12 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from freetoken import formats
-from freetoken.checkpoint.experts import ExpertGroup, ExpertScan, Parts, QuantizedDense
-from freetoken.checkpoint.quantization import Quantization, declared
+from freetoken.checkpoint.experts import ExpertGroup, ExpertScan, Parts, QuantizedDense, Written
+from freetoken.checkpoint.quantization import Quantization, Scheme, declared
 from freetoken.checkpoint.safetensors import Checkpoint, TensorInfo
 from freetoken.checkpoint.shapes import check_matrix, shape_of_experts, two_dimensions
 from freetoken.errors import CheckpointError, UnsupportedError
-from freetoken.formats.base import Format, Spelling
+from freetoken.formats.base import Spelling
 
 _NAMINGS = [
     re.compile(rf"(?P<at>(?:.*\.)?){pattern}")
@@ -33,6 +33,7 @@ _ROLE = {
     "fc1": "gate_up_proj", "fc2": "down_proj", "w13": "gate_up_proj",
     "input_linear": "gate_up_proj", "output_linear": "down_proj",
 }  # fmt: skip
+_SUFFIX = {"scale_inv": "weight_scale_inv"}  # of a fused tensor, which has no `weight` in its name
 _ANY_EXPERT = re.compile(r"(?:^|\.)experts\.(?!e_score_correction_bias$|post_expert_norm\.)")
 """Everything below `experts`, but for a router's bias (Laguna) and a norm (Muse Spark), which are the model's."""
 _INTERLEAVED_FAMILIES = ("gpt_oss",)
@@ -79,7 +80,8 @@ def _parse_name(checkpoint: Checkpoint, info: TensorInfo) -> tuple[str, tuple[in
         if found:
             parts = found.groupdict()
             key = int(parts.get("expert", -1)), _ROLE.get(parts["matrix"], parts["matrix"])
-            return f"{parts['at']}experts", key, parts["suffix"] or "weight"
+            suffix = parts["suffix"] or "weight"
+            return f"{parts['at']}experts", key, _SUFFIX.get(suffix, suffix)
     if _ANY_EXPERT.search(info.name) is None:
         return None
     raise CheckpointError(
@@ -116,8 +118,8 @@ def _make_group(
         if missing and not mixed:
             what = f"is incomplete: {'it' if fused else f'expert {missing[0]}'} has no {missing[1]}"
         raise CheckpointError(f"{some.file}: {prefix} {what}", file=str(some.file), tensor=some.name)
-    fmt, spelling = _spelling_of_group(checkpoint, quantization, prefix, parts)
-    shape = shape_of_experts(checkpoint, prefix, fmt, spelling, parts, fused)
+    written = _written_as(quantization, prefix, parts)
+    shape = shape_of_experts(checkpoint, prefix, written, parts, fused)
     biases = {("bias" in p) for p in parts.values()}
     if len(biases) > 1:
         some = next(info for p in parts.values() for s, info in p.items() if s == "bias")
@@ -129,8 +131,8 @@ def _make_group(
     return ExpertGroup(
         checkpoint=checkpoint,
         prefix=prefix,
-        format=fmt,
-        spelling=spelling,
+        format=written.format,
+        written=written,
         n_experts=count,
         hidden=shape.hidden,
         intermediate=shape.intermediate,
@@ -147,20 +149,23 @@ def _is_interleaved(checkpoint: Checkpoint, gate_up: Parts) -> bool:
     return checkpoint.text_config.get("model_type") in _INTERLEAVED_FAMILIES or name.startswith(_INTERLEAVED_NAMES)
 
 
-def _spelling_of_group(
-    checkpoint: Checkpoint, quantization: Quantization, prefix: str, parts: Mapping[tuple[int, str], Parts]
-) -> tuple[Format, Spelling]:
-    """The one spelling all matrices of a layer share; it must be what the config declares."""
-    expected = _expected_formats(quantization, prefix)
-    found: tuple[Format, Spelling] | None = None
-    for (expert, projection), matrix in parts.items():
-        module = prefix if expert < 0 else f"{prefix}.{expert}.{projection}"
-        this = match_spelling(module, matrix, expected, f"{quantization.source} declares {quantization}")
+def _written_as(quantization: Quantization, prefix: str, parts: Mapping[tuple[int, str], Parts]) -> Written:
+    """The one way in which all matrices of a layer are written; it must be what the config declares."""
+    names = {
+        key: prefix if key[0] < 0 else next(iter(matrix.values())).name.rpartition(".")[0]
+        for key, matrix in parts.items()
+    }
+    first = min(expert for expert, _ in parts)
+    some = [prefix, f"{prefix}.0.gate_proj"] if first < 0 else [n for (e, _), n in names.items() if e == first]
+    schemes = quantization.schemes_of(some)
+    found: Written | None = None
+    for key, matrix in parts.items():
+        this = match_spelling(names[key], matrix, schemes, _because(quantization))
         if found is not None and this != found:
             info = next(iter(matrix.values()))
             raise CheckpointError(
-                f"{info.file}: {module} is {this[0].name} ({this[1].name}), the matrices before it in this layer are "
-                f"{found[0].name} ({found[1].name}); mixed experts in one layer are not supported",
+                f"{info.file}: {names[key]} is {this}, the matrices before it in this layer are {found}; mixed experts "
+                "in one layer are not supported",
                 file=str(info.file),
                 tensor=info.name,
             )
@@ -169,31 +174,34 @@ def _spelling_of_group(
     return found
 
 
-def _expected_formats(quantization: Quantization, module: str) -> tuple[str, ...]:
-    if quantization.method == "none" or quantization.ignores(module) or quantization.ignores(f"{module}.0.gate_proj"):
-        return ("bf16",)
-    return quantization.formats
+def _because(quantization: Quantization) -> str:
+    return f"{quantization.source} declares {quantization}"
 
 
-def match_spelling(module: str, parts: Parts, expected: Iterable[str], because: str) -> tuple[Format, Spelling]:
-    """The format and spelling of one matrix from its suffixes and dtypes.
+def match_spelling(module: str, parts: Parts, schemes: Iterable[Scheme], because: str) -> Written:
+    """How one matrix is written, from its suffixes and dtypes.
 
-    expected: names of formats that may occur; because: why, for the message. Raises `CheckpointError` naming the
-    tensor, what was found and what was expected.
+    schemes: what it may be; because: why, for the message. Raises `CheckpointError` naming the tensor, what was found
+    and what was expected.
     """
-    candidates = [(formats.get(name), s) for name in expected for s in formats.get(name).spellings]
-    for fmt, spelling in candidates:
-        if not _complaints(module, parts, spelling):
-            return fmt, spelling
+    candidates = [
+        Written(fmt, spelling, scheme.block)
+        for scheme in schemes
+        for fmt in (formats.get(scheme.format),)
+        for spelling in fmt.spellings
+    ]
+    for candidate in candidates:
+        if not _complaints(module, parts, candidate.spelling):
+            return candidate
 
-    def overlap(candidate: tuple[Format, Spelling]) -> int:
-        return len({suffix for suffix, _ in candidate[1].tensors.values()} & parts.keys())
+    def overlap(candidate: Written) -> int:
+        return len({suffix for suffix, _ in candidate.spelling.tensors.values()} & parts.keys())
 
-    fmt, spelling = max(candidates, key=overlap)
+    nearest = max(candidates, key=overlap)
     info = next(iter(parts.values()))
     raise CheckpointError(
-        f"{info.file}: {module}: {_complaints(module, parts, spelling)[0]} ({because}; "
-        f"expected {fmt.name} as {spelling.name} writes it)",
+        f"{info.file}: {module}: {_complaints(module, parts, nearest.spelling)[0]} ({because}; expected "
+        f"{nearest.format.name} as {nearest.spelling.name} writes it)",
         file=str(info.file),
         tensor=info.name,
     )
@@ -234,10 +242,8 @@ def _find_dense(
             continue
         if set(parts) == {"scale"}:  # a parameter of that name, as routers have; DeepSeek-V4's stands beside a weight
             continue
-        because = f"{quantization.source} declares {quantization}"
-        fmt, spelling = match_spelling(module, parts, quantization.formats, because)
-        n, k = two_dimensions(parts[spelling.tensors["codes"][0]])
-        k = k * 8 // fmt.bits
-        for role, (suffix, _) in spelling.tensors.items():
-            check_matrix(parts[suffix], role, n, k, fmt, transposed=False)
-        yield QuantizedDense(checkpoint, module, fmt, spelling, parts)
+        schemes = dict.fromkeys((*quantization.schemes_of([module]), *quantization.schemes))
+        written = match_spelling(module, parts, schemes, _because(quantization))
+        n, k = two_dimensions(parts[written.suffix("codes")])
+        check_matrix(parts, written, n, k * 8 // written.format.bits)
+        yield QuantizedDense(checkpoint, module, written, parts)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from freetoken.checkpoint.experts import Parts
+from freetoken.checkpoint.experts import Parts, Written
 from freetoken.checkpoint.safetensors import DTYPES, Checkpoint, TensorInfo
 from freetoken.errors import CheckpointError
-from freetoken.formats.base import Format, Spelling
+from freetoken.formats.base import Format
 
 _WIDTHS = ("moe_hidden_size", "moe_latent_size", "hidden_size")
 """Settings for the width that experts work in; the first that is set counts."""
@@ -28,14 +28,13 @@ class ExpertShape:
 def shape_of_experts(
     checkpoint: Checkpoint,
     prefix: str,
-    fmt: Format,
-    spelling: Spelling,
+    written: Written,
     parts: Mapping[tuple[int, str], Parts],
     fused: bool,
 ) -> ExpertShape:
     """H, I and the orientation from the first expert; every other tensor must agree."""
-    suffix = spelling.tensors["codes"][0]
-    per_code = {16: 1, 8: 1, 4: 2}[fmt.bits]
+    suffix = written.suffix("codes")
+    per_code = {16: 1, 8: 1, 4: 2}[written.format.bits]
     first = min(expert for expert, _ in parts)
     if not fused:
         rows, width = two_dimensions(parts[first, "gate_proj"][suffix])
@@ -47,8 +46,7 @@ def shape_of_experts(
     lead = parts[first, "gate_up_proj"][suffix].shape[:1] if fused else ()
     for (_expert, projection), matrix in parts.items():
         n, k = rows_of[projection]
-        for role, (part, _) in spelling.tensors.items():
-            check_matrix(matrix[part], role, n, k, fmt, shape.transposed, lead)
+        check_matrix(matrix, written, n, k, shape.transposed, lead)
         if "bias" in matrix and matrix["bias"].shape != (*lead, n):
             raise _shape_error(matrix["bias"], f"{[*lead, n]}")
     config = checkpoint.text_config
@@ -79,23 +77,40 @@ def _fused_shape(gate_up: TensorInfo, down: TensorInfo, per_code: int) -> Expert
 
 
 def check_matrix(
-    info: TensorInfo, role: str, n: int, k: int, fmt: Format, transposed: bool, lead: tuple[int, ...] = ()
+    parts: Parts, written: Written, n: int, k: int, transposed: bool = False, lead: tuple[int, ...] = ()
 ) -> None:
-    """lead: the dimension of experts before a fused tensor's own."""
-    if role == "global":
-        if info.nbytes != 4:
-            raise _shape_error(info, "one number")
-        return
-    if role == "scales" and k % fmt.block:
-        raise _shape_error(info, f"a width that is a multiple of {fmt.block}; rows have {k} weights")
-    elements = k * fmt.bits // (8 * np.dtype(DTYPES[info.dtype]).itemsize) if fmt.bits < 16 else k
-    width = elements if role == "codes" else k // fmt.block
+    """Every tensor of one matrix (n, k); lead: the dimension of experts before a fused tensor's own."""
+    for role, (suffix, _) in written.spelling.tensors.items():
+        info = parts[suffix]
+        if role == "global":
+            if info.nbytes != 4:
+                raise _shape_error(info, "one number")
+        elif role == "scales":
+            _check_scales(info, written, n, k, transposed, lead)
+        else:
+            _check_codes(info, written.format, n, k, transposed, lead)
+
+
+def _check_codes(info: TensorInfo, fmt: Format, n: int, k: int, transposed: bool, lead: tuple[int, ...]) -> None:
+    width = k * fmt.bits // (8 * np.dtype(DTYPES[info.dtype]).itemsize) if fmt.bits < 16 else k
     shape = info.shape
-    if lead and role == "codes" and len(shape) == 4:  # blocks: [experts, rows, blocks, bytes]
+    if lead and len(shape) == 4:  # blocks: [experts, rows, blocks, bytes]
         shape = (*shape[:-2], shape[-2] * shape[-1])
     expected = (*lead, width, n) if transposed else (*lead, n, width)
     if shape != expected:
         raise _shape_error(info, f"{list(expected)} for {n} rows of {k} weights")
+
+
+def _check_scales(info: TensorInfo, written: Written, n: int, k: int, transposed: bool, lead: tuple[int, ...]) -> None:
+    fmt = written.format
+    if not fmt.ragged and k % fmt.block:
+        raise _shape_error(info, f"a width that is a multiple of {fmt.block}; rows have {k} weights")
+    shapes = [
+        (*lead, *(reversed(shape) if transposed else shape)) for shape in fmt.stored_scale_shapes(n, k, written.block)
+    ]
+    if info.shape not in shapes:
+        blocks = "" if written.block is None else f" in blocks of {' x '.join(str(b or 'all') for b in written.block)}"
+        raise _shape_error(info, f"{list(shapes[0])} for {n} rows of {k} weights{blocks}")
 
 
 def two_dimensions(info: TensorInfo) -> tuple[int, int]:

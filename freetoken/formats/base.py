@@ -25,6 +25,8 @@ TILE_ROWS = 16
 LINE_BYTES = 64
 LANE_BYTES = 4
 Scales = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
+ScaleBlock = tuple[int, int]
+"""Weights (rows, columns) that share a scale in a checkpoint, as its config declares; 0 stands for all of them."""
 _STRIP_WEIGHTS = 1 << 16
 """Weights that are quantized together: the temporaries of NumPy then stay in the second level cache."""
 
@@ -186,6 +188,30 @@ class Format(ABC):
     def dequantize32(self, matrix: Matrix) -> NDArray[np.float32]:
         """(N, K) float32: `dequantize64` rounded once."""
         return self.dequantize64(matrix).astype(np.float32)
+
+    def stored_scale_shapes(self, n: int, k: int, block: ScaleBlock | None) -> tuple[tuple[int, ...], ...]:
+        """The shapes in which a checkpoint may give the scales of (n, k) weights.
+
+        block: the config's, None for formats whose blocks it does not choose.
+        """
+        return ((n, k // self.block),)
+
+    def read_scales(self, stored: NDArray[Any], dtype: str) -> Scales:
+        """A checkpoint's scales, the bits of a safetensors dtype, in this format's scale type and the same shape."""
+        scales: Scales = stored
+        return scales
+
+    def spread_scales(self, stored: Scales, n: int, k: int, block: ScaleBlock | None) -> Scales:
+        """Scales (N, ceil(K / block)) of a `Matrix` (n, k) from those that `read_scales` gave.
+
+        Raises `FormatError` when they cannot be held in this format's blocks.
+        """
+        return stored
+
+    def dequantize_stored(self, matrix: Matrix, stored: Scales | None, block: ScaleBlock | None) -> NDArray[np.float32]:
+        """(N, K) float32 of the codes and global scale of `matrix` under such scales, which may fit no `Matrix`."""
+        scales = None if stored is None else self.spread_scales(stored, *matrix.shape, block)
+        return replace(matrix, scales=scales).dequantize()
 
     @abstractmethod
     def find_bad(self, matrix: Matrix) -> str | None:

@@ -1,18 +1,21 @@
 """fp8_block: e4m3 codes, fp32 scales that multiply, given per 128 x 128 block of the weight.
 
-Checkpoints write the grid of scales (ceil(N / 128), ceil(K / 128)) as `weight_scale_inv` (F32, BF16 or F8_E8M0; it
-multiplies in spite of its name) or, by compressed-tensors, as `weight_scale` (BF16); codes are `weight`, F8_E4M3. A
-`Matrix` holds a scale for each row and K-block: `from_grid` repeats a grid's rows.
+Checkpoints write codes as `weight`, F8_E4M3, and a grid of scales that multiply, usually (ceil(N / 128),
+ceil(K / 128)): `weight_scale_inv` (transformers, in spite of its name), `weight_scale` (compressed-tensors, ModelOpt)
+or `scale` (DeepSeek-V4), each in F32, BF16 or F8_E8M0. One scale for a row or for all is a grid of longer blocks. A
+`Matrix` holds a scale for each row and 128 columns: `from_grid` repeats a grid's rows.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freetoken.errors import FormatError
-from freetoken.formats.base import Format, Matrix
-from freetoken.formats.codes import E4M3, fp32_to_e4m3
+from freetoken.formats.base import Format, Matrix, ScaleBlock, Scales, Spelling
+from freetoken.formats.codes import E4M3, E8M0, fp32_to_e4m3
 
 _BLOCK = 128
 _SMALLEST = np.float32(448 * 2.0**-126)
@@ -29,7 +32,18 @@ class FP8Block(Format):
     ragged = True
     row_group = _BLOCK
     kernels = "fp8_block"
-    spellings = ()
+    spellings = tuple(
+        Spelling(
+            name,
+            {"codes": ("weight", ("F8_E4M3",)), "scales": (suffix, ("F32", "BF16", "F8_E8M0"))},
+            optional=("input_scale", "activation_scale"),
+        )
+        for name, suffix in (
+            ("transformers", "weight_scale_inv"),
+            ("compressed-tensors", "weight_scale"),
+            ("deepseek", "scale"),
+        )
+    )
 
     def quantize_rows(
         self, weights: NDArray[np.float32], factor: np.float32
@@ -49,6 +63,27 @@ class FP8Block(Format):
         assert matrix.scales is not None
         scales = np.ascontiguousarray(matrix.scales).view(np.float32).astype(np.float64)
         return E4M3[matrix.codes].astype(np.float64) * np.repeat(scales, _BLOCK, axis=1)[:, :k]
+
+    def stored_scale_shapes(self, n: int, k: int, block: ScaleBlock | None) -> tuple[tuple[int, ...], ...]:
+        grid = _grid_shape(n, k, block)
+        shapes: list[tuple[int, ...]] = [grid]
+        if grid[1] == 1 and block is not None and block[1] == 0:  # one for a row or for all: tools leave ones out
+            shapes += [grid[:1], ()] if grid[0] == 1 else [grid[:1]]
+        return tuple(shapes)
+
+    def read_scales(self, stored: NDArray[Any], dtype: str) -> NDArray[np.uint32]:
+        if dtype == "BF16":
+            return stored.astype(np.uint32) << np.uint32(16)
+        values = E8M0[stored] if dtype == "F8_E8M0" else np.ascontiguousarray(stored, np.float32)
+        return values.view(np.uint32)
+
+    def spread_scales(self, stored: Scales, n: int, k: int, block: ScaleBlock | None) -> NDArray[np.uint32]:
+        return from_grid(_grid(stored, n, k, block), n, k, _block(n, k, block))
+
+    def dequantize_stored(self, matrix: Matrix, stored: Scales | None, block: ScaleBlock | None) -> NDArray[np.float32]:
+        assert stored is not None
+        n, k = matrix.shape
+        return E4M3[matrix.codes] * _expand(_grid(stored, n, k, block), n, k, _block(n, k, block))
 
     def find_bad(self, matrix: Matrix) -> str | None:
         assert matrix.scales is not None
@@ -82,8 +117,25 @@ def from_grid(
     return np.repeat(np.ascontiguousarray(by_block, np.float32).view(np.uint32), rows, axis=0)[:n]
 
 
-def _expand(grid: NDArray[np.float32], n: int, k: int) -> NDArray[np.float32]:
-    return np.repeat(np.repeat(grid, _BLOCK, axis=0)[:n], _BLOCK, axis=1)[:, :k]
+def _block(n: int, k: int, block: ScaleBlock | None) -> tuple[int, int]:
+    """Rows and columns that share a scale; a scale for all columns covers the whole blocks of a record."""
+    rows, columns = (_BLOCK, _BLOCK) if block is None else block
+    return rows or n, columns if 0 < columns < k else -(-k // _BLOCK) * _BLOCK
+
+
+def _grid(stored: Scales, n: int, k: int, block: ScaleBlock | None) -> NDArray[np.float32]:
+    return np.ascontiguousarray(stored).view(np.float32).reshape(_grid_shape(n, k, block))
+
+
+def _grid_shape(n: int, k: int, block: ScaleBlock | None) -> tuple[int, int]:
+    rows, columns = _block(n, k, block)
+    return -(-n // rows), -(-k // columns)
+
+
+def _expand(
+    grid: NDArray[np.float32], n: int, k: int, block: tuple[int, int] = (_BLOCK, _BLOCK)
+) -> NDArray[np.float32]:
+    return np.repeat(np.repeat(grid, block[0], axis=0)[:n], block[1], axis=1)[:, :k]
 
 
 def _grid_error(what: str, n: int, k: int) -> FormatError:

@@ -14,15 +14,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from freetoken.checkpoint.experts import QuantizedDense
+from freetoken.checkpoint.experts import QuantizedDense, Written
 from freetoken.errors import UnsupportedError
-from freetoken.formats.base import Format, Matrix, Spelling
+from freetoken.formats.base import Matrix
 
 METHOD = "freetoken"
+_RENAMED = {"scale": "weight_scale_inv"}
+"""Suffixes that are renamed before the model's own renamings, which make other names that end so (DeepSeek-V4)."""
+_SAFETENSORS = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
+"""The safetensors dtypes of scales."""
 BeforeWeights = Callable[[torch.nn.Module], None]
 
 
@@ -65,9 +72,20 @@ class FreetokenQuantizer(HfQuantizer):  # type: ignore[misc]
         dense: tuple[QuantizedDense, ...] = self.quantization_config.dense
         if not dense:
             return weight_conversions
-        suffixes = {s for d in dense for s in (*(t for t, _ in d.spelling.tensors.values()), *d.spelling.optional)}
-        patterns = [rf"\.{re.escape(suffix)}$" for suffix in sorted(suffixes | {"weight"}, key=len, reverse=True)]
-        return [*weight_conversions, WeightConverter(patterns, ".weight", [UnpackDense(self, dense)])]
+        kinds = tuple(
+            {(d.written.format.name, d.written.spelling.name, d.written.block): d.written for d in dense}.values()
+        )
+        spellings = [kind.spelling for kind in kinds]
+        suffixes = {
+            s for spelling in spellings for s in (*(t for t, _ in spelling.tensors.values()), *spelling.optional)
+        }
+        renamed = [WeightRenaming(rf"^(.+)\.{old}$", rf"\1.{new}") for old, new in _RENAMED.items() if old in suffixes]
+        patterns = [
+            rf"\.{re.escape(suffix)}$"
+            for suffix in sorted({*map(_loaded_as, suffixes), "weight"}, key=len, reverse=True)
+        ]
+        unpack = WeightConverter(patterns, ".weight", [UnpackDense(self, kinds)])
+        return [*renamed, *weight_conversions, unpack]
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Raises: save_pretrained would answer a False with a hint at warnings that are not there."""
@@ -90,11 +108,10 @@ class FreetokenQuantizer(HfQuantizer):  # type: ignore[misc]
 class UnpackDense(ConversionOps):  # type: ignore[misc]
     """Packed codes and their scales to a plain weight in the parameter's dtype; plain weights pass through."""
 
-    def __init__(self, hf_quantizer: HfQuantizer, dense: tuple[QuantizedDense, ...]) -> None:
+    def __init__(self, hf_quantizer: HfQuantizer, kinds: tuple[Written, ...]) -> None:
         self.hf_quantizer = hf_quantizer  # tells the loader to leave dtypes to this operation
-        kinds = {(d.format.name, d.spelling.name): (d.format, d.spelling) for d in dense}
         # the spelling with the most tensors first: one may be contained in another
-        self.kinds = sorted(kinds.values(), key=lambda kind: -len(kind[1].tensors))
+        self.kinds = sorted(kinds, key=lambda kind: -len(kind.spelling.tensors))
 
     def convert(
         self, input_dict: dict[str, Any], *, full_layer_name: str, model: torch.nn.Module, **kwargs: Any
@@ -109,9 +126,11 @@ class UnpackDense(ConversionOps):  # type: ignore[misc]
         dtype = model.get_parameter(full_layer_name).dtype
         if set(tensors) == {"weight"}:
             return {full_layer_name: tensors["weight"].to(dtype)}
-        for fmt, spelling in self.kinds:
-            if all(suffix in tensors for suffix, _ in spelling.tensors.values()):
-                return {full_layer_name: _unpack(fmt, spelling, tensors).to(dtype)}
+        for written in self.kinds:
+            parts = {role: tensors.get(_loaded_as(suffix)) for role, (suffix, _) in written.spelling.tensors.items()}
+            found = {role: part for role, part in parts.items() if part is not None}
+            if len(found) == len(parts) and _fits(written, found):
+                return {full_layer_name: _unpack(written, found).to(dtype)}
         raise ValueError(f"{full_layer_name}: no known spelling in {sorted(tensors)}")
 
     @property
@@ -120,17 +139,29 @@ class UnpackDense(ConversionOps):  # type: ignore[misc]
         raise NotImplementedError("freetoken models are not saved")
 
 
-def _unpack(fmt: Format, spelling: Spelling, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    def bits(role: str) -> np.ndarray[Any, Any] | None:
-        if role not in spelling.tensors:
-            return None
-        tensor = tensors[spelling.tensors[role][0]]
-        return tensor.contiguous().view(torch.uint8 if tensor.element_size() == 1 else torch.uint16).numpy()
+def _loaded_as(suffix: str) -> str:
+    return _RENAMED.get(suffix, suffix)
 
-    codes, scales = bits("codes"), bits("scales")
-    assert codes is not None
-    factor = 1.0
-    if "global" in spelling.tensors:
-        factor = float(tensors[spelling.tensors["global"][0]].float().reshape(-1)[0])
-    matrix = Matrix(fmt, codes.view(np.uint8), scales, factor, spelling.divides)
-    return torch.from_numpy(matrix.dequantize())
+
+def _fits(written: Written, parts: dict[str, torch.Tensor]) -> bool:
+    """Whether these tensors are of this kind: kinds may differ in the shape of scales alone."""
+    if "scales" not in parts:
+        return True
+    n, width = parts["codes"].shape
+    shapes = written.format.stored_scale_shapes(n, width * 8 // written.format.bits, written.block)
+    return tuple(parts["scales"].shape) in shapes
+
+
+def _unpack(written: Written, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    scales = None
+    if "scales" in parts:
+        dtype = _SAFETENSORS[parts["scales"].dtype]
+        scales = written.format.read_scales(_bits(parts["scales"]), dtype)
+    factor = float(parts["global"].float().reshape(-1)[0]) if "global" in parts else 1.0
+    matrix = Matrix(written.format, _bits(parts["codes"]).view(np.uint8), None, factor, written.spelling.divides)
+    return torch.from_numpy(written.format.dequantize_stored(matrix, scales, written.block))
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    same_size = {1: torch.uint8, 2: torch.uint16, 4: torch.float32}
+    return tensor.contiguous().view(same_size[tensor.element_size()]).numpy()

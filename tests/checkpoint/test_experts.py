@@ -5,6 +5,7 @@ What is read is compared bit for bit with tests/support/oracle.py, which is chec
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.support.checkpoints import (
     MODELOPT,
     NATIVE_MXFP4,
     WIDTH,
+    Tensor,
     Tensors,
     bf16,
     compressed_tensors,
@@ -70,6 +72,9 @@ def check_group(group: ExpertGroup, plain: dict[str, torch.Tensor]) -> None:
 # --- what real tools wrote -------------------------------------------------------------------------------------------
 
 SHARED = {  # format, spelling, bias, fused, transposed, layers
+    "fp4-deepseekv4-constructed": ("ds_fp4", "deepseek", False, False, False, 2),
+    "fp8block-llmcompressor-qwen3moe256": ("fp8_block", "compressed-tensors", False, False, False, 2),
+    "fp8block-transformers-qwen3moe256": ("fp8_block", "transformers", False, False, False, 2),
     "bf16-transformers-deepseekv3": ("bf16", "plain", False, False, False, 1),
     "bf16-transformers-deepseekv4": ("bf16", "plain", False, False, False, 2),
     "bf16-transformers-gptoss": ("bf16", "plain", True, True, True, 2),
@@ -87,9 +92,6 @@ SHARED = {  # format, spelling, bias, fused, transposed, layers
     "nvfp4a16-modelopt-qwen3moe": ("nvfp4", "modelopt", False, False, False, 2),
 }
 REFUSED = {
-    "fp4-deepseekv4-constructed": "quant_method 'fp8'",
-    "fp8block-llmcompressor-qwen3moe256": "format 'float-quantized'",
-    "fp8block-transformers-qwen3moe256": "quant_method 'fp8'",
     "w4a16-llmcompressor-qwen3moe256": "format 'pack-quantized'",
 }
 
@@ -107,8 +109,9 @@ def test_a_real_folder_is_scanned_and_read_bit_for_bit(shared_dir: Path, name: s
     assert len(found.groups) == layers
     plain = dequantize_folder(folder)
     for group in found.groups:
-        assert (group.format.name, group.spelling.name) == (fmt, spelling)
-        assert (group.n_experts, group.hidden, group.intermediate) == (8, 128, 64)
+        assert (group.format.name, group.written.spelling.name) == (fmt, spelling)
+        scale = 2 if name.endswith("256") else 1
+        assert (group.n_experts, group.hidden, group.intermediate) == (8, 128 * scale, 64 * scale)
         assert (group.bias, group.fused, group.transposed) == (bias, fused, transposed)
         assert group.interleaved is (fused and "gptoss" in name)
         group.check_scales()
@@ -126,25 +129,24 @@ def test_a_real_folder_that_is_refused(shared_dir: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in SHARED if "llmcompressor" in n])
 def test_the_oracle_agrees_with_compressed_tensors(shared_dir: Path, name: str) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
-    from compressed_tensors.compressors import MXFP4PackedCompressor, NVFP4PackedCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
 
-    mx = name.startswith("mx")
-    kind = {"num_bits": 4, "type": "float", "symmetric": True}
-    args = kind | ({"strategy": "group", "group_size": 32} if mx else {"strategy": "tensor_group", "group_size": 16})
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args, dynamic=False))
-    compressor = MXFP4PackedCompressor if mx else NVFP4PackedCompressor
+    config = json.loads((shared_dir / "checkpoints" / name / "config.json").read_text())["quantization_config"]
+    group = config["config_groups"]["group_0"]
+    scheme = QuantizationScheme(**{k: group[k] for k in ("targets", "weights", "format")})
+    compressor = BaseCompressor.get_value_from_registry(group["format"])
     modules: dict[str, dict[str, torch.Tensor]] = {}
     for tensor_name, tensor in read_tensors(shared_dir / "checkpoints" / name).items():
         module, _, suffix = tensor_name.rpartition(".")
         modules.setdefault(module, {})[suffix] = tensor
-    packed = {m: parts for m, parts in modules.items() if "weight_packed" in parts}
+    packed = {m: parts for m, parts in modules.items() if "weight_scale" in parts}
     assert len(packed) > 30
     for module, parts in packed.items():
         parts = {suffix: t for suffix, t in parts.items() if suffix.startswith("weight")}
         theirs = compressor.decompress(dict(parts), scheme)["weight"].float()
         ours = dequantize_matrix(parts)
-        if mx:
+        if group["format"] == "mxfp4-pack-quantized":
             assert torch.equal(ours, theirs), module
         else:  # theirs rounds to bf16 or fp32 after each factor
             torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0, msg=module)
@@ -388,18 +390,32 @@ def test_damaged_experts_are_refused_from_headers(tmp_path: Path, case: str) -> 
     assert caught.value.file == str(folder / "model.safetensors")  # type: ignore[attr-defined]
 
 
+def scales_of(tensors: Tensors, module: str) -> str:
+    """The name of the block scales of a module."""
+    return next(n for s in ("weight_scale", "weight_scale_inv", "scale") if (n := f"{module}.{s}") in tensors)
+
+
+def no_numbers(scales: Tensor) -> tuple[Any, Any]:
+    """Two values of their type that are no number."""
+    nan = {"F8_E4M3": (0x7F, 0xFF), "BF16": (0x7FC0, 0xFF80), "F32": (np.nan, np.inf)}
+    return nan.get(scales[0], (255, 255))
+
+
 @pytest.mark.parametrize("dialect", QUANTIZED)
 @pytest.mark.parametrize("expert", [0, EXPERTS - 1])
 def test_block_scales_that_are_no_number(tmp_path: Path, dialect: str, expert: int) -> None:
-    codes = [0x7F, 0xFF] if DIALECTS[dialect][1] == "nvfp4" else [255]
-    for code in codes:
+    for number in range(2):
         tensors = qwen3_tensors(dialect)
-        name = f"{PREFIX}.{expert}.up_proj.weight_scale"
-        tensors[name][1][-1, -1] = code
-        folder = write_folder(tmp_path / f"{code}", qwen3_config(quantization_config=DIALECTS[dialect][0]), tensors)
-        group = scan_folder(folder).groups[0]
+        name = scales_of(tensors, f"{PREFIX}.{expert}.up_proj")
+        bad = no_numbers(tensors[name])[number]
+        row = WIDTH - 1
+        if "fp8" in dialect and "row" not in dialect:  # the first of those that share the last scale
+            row = 24 if tensors[name][1].size > 1 else 0
+        tensors[name][1].reshape(-1)[-1] = bad
+        config = qwen3_config(quantization_config=DIALECTS[dialect][0])
+        group = scan_folder(write_folder(tmp_path / f"{number}", config, tensors)).groups[0]
         for check in (group.check_scales, lambda group=group: group.read(expert)):
-            with pytest.raises(CheckpointError, match=rf"'{name}': row {WIDTH - 1} has") as caught:
+            with pytest.raises(CheckpointError, match=rf"'{name}': row {row} has") as caught:
                 check()
             assert caught.value.tensor == name  # type: ignore[attr-defined]
         group.read(1)
@@ -427,9 +443,14 @@ def test_a_dense_scale_that_is_no_number(tmp_path: Path, dialect: str) -> None:
     good = scan_folder(write_folder(tmp_path / "good", config, tensors))
     assert [d.module for d in good.dense] == [name]
     good.check_scales()
-    tensors[f"{name}.weight_scale"][1][3, 0] = 255
+    scales = scales_of(tensors, name)
+    values = tensors[scales][1].reshape(-1)
+    row = min(2, len(values) - 1)
+    values.reshape(len(tensors[scales][1]) if tensors[scales][1].ndim else 1, -1)[row, 0] = no_numbers(tensors[scales])[
+        0
+    ]
     found = scan_folder(write_folder(tmp_path / "bad", config, tensors))
-    with pytest.raises(CheckpointError, match=rf"'{name}\.weight_scale': row 3 has"):
+    with pytest.raises(CheckpointError, match=rf"'{scales}': row {row} has"):
         found.check_scales()
 
 

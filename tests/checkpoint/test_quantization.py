@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
-from freetoken.checkpoint.quantization import Quantization, declared
+from freetoken.checkpoint.quantization import PLAIN, Quantization, Scheme, declared, for_all
 from freetoken.checkpoint.safetensors import Checkpoint, open_checkpoint
 from freetoken.errors import CheckpointError
-from tests.support.checkpoints import MODELOPT, MODELOPT_SIDECAR, NATIVE_MXFP4, compressed_tensors
+from tests.support.checkpoints import (
+    MODELOPT,
+    MODELOPT_SIDECAR,
+    NATIVE_MXFP4,
+    compressed_fp8,
+    compressed_tensors,
+    fp8,
+)
 
 
 def of(section: Any = None, sidecar: Any = None, **config: Any) -> Checkpoint:
@@ -29,7 +36,7 @@ def check_refused(checkpoint: Checkpoint, *words: str) -> None:
 
 
 def test_no_declaration_is_bf16() -> None:
-    assert declared(of()) == Quantization("none", ("bf16",))
+    assert declared(of()) == Quantization("none", for_all(PLAIN))
 
 
 @pytest.mark.parametrize(
@@ -73,18 +80,26 @@ def test_the_sidecar_counts_when_the_config_is_silent() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"quant_method": "awq"}, ("config.json", "'awq'", "supported: compressed-tensors, modelopt, mxfp4")),
-        ({"quant_method": "fp8"}, ("'fp8'",)),
+        ({"quant_method": "awq"}, ("config.json", "'awq'", "supported: compressed-tensors, fp8, modelopt, mxfp4")),
+        (fp8([128]), ("weight_block_size is [128]", "expected two positive numbers")),
+        (fp8([128, 0]), ("[128, 0]",)),
+        (fp8([128, True]), ("[128, True]",)),
+        (fp8([128, 128], fmt="e5m2"), ("fmt 'e5m2'", "supported: e4m3")),
+        (compressed_fp8("token"), ("group_0", "float8", "strategy 'token'")),
+        (compressed_fp8("tensor", type="int"), ("int8", "strategy 'tensor'")),
+        (compressed_fp8("block"), ("block_structure is None",)),
+        (compressed_fp8("group", group_size="x"), ("group_size is [1, 'x']",)),
         ({"quant_method": "gptq", "bits": 4}, ("'gptq'",)),
         ({"quant_method": ["modelopt"]}, ("['modelopt']",)),
         ({}, ("None",)),
         ("nvfp4", ("a str",)),
         (["nvfp4"], ("a list",)),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, ("'FP8'", "supported: NVFP4, W4A16_NVFP4")),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, ("'W4A8_AWQ'", "supported: NVFP4, W4A16_NVFP4")),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, ("'MIXED_PRECISION'",)),
         ({"quant_method": "modelopt"}, ("None",)),
         ({"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, ("['NVFP4']",)),
-        (compressed_tensors("float-quantized"), ("group_0", "'float-quantized'", "nvfp4-pack-quantized")),
+        (compressed_tensors("float-quantized"), ("group_0", "weights of None4", "strategy None")),
+        (compressed_tensors("mxfp8-quantized"), ("group_0", "'mxfp8-quantized'", "nvfp4-pack-quantized")),
         (compressed_tensors("pack-quantized"), ("'pack-quantized'",)),
         ({"quant_method": "compressed-tensors"}, ("config_groups",)),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, ("config_groups",)),
@@ -95,6 +110,77 @@ def test_the_sidecar_counts_when_the_config_is_silent() -> None:
 )
 def test_what_is_not_known_is_refused_by_name(section: Any, words: tuple[str, ...]) -> None:
     check_refused(of(section), *words)
+
+
+@pytest.mark.parametrize("name", ["fp4", "fp8", None, "int4", ["fp4"]])
+def test_the_type_of_experts_that_deepseek_v4_names(name: Any) -> None:
+    config = {} if name is None else {"expert_dtype": name}
+    checkpoint = of(fp8([64, 64]), **config)
+    if name in ("fp4", "fp8", None):
+        found = declared(checkpoint)
+        expected = Scheme("ds_fp4") if name == "fp4" else Scheme("fp8_block", (64, 64))
+        assert found.schemes_of(["layers.0.ffn.experts.0.w1"]) == (expected,)
+        assert found.schemes_of(["layers.0.ffn.shared_experts.w1"]) == (Scheme("fp8_block", (64, 64)),)
+    else:
+        check_refused(checkpoint, f"expert_dtype {name!r}", "supported: fp4, fp8")
+
+
+@pytest.mark.parametrize(
+    ("section", "block"),
+    [
+        (fp8([128, 64]), (128, 64)),
+        (fp8(None), (0, 0)),
+        (compressed_fp8("tensor"), (0, 0)),
+        (compressed_fp8("channel"), (1, 0)),
+        (compressed_fp8("group", group_size=256), (1, 256)),
+        (compressed_fp8("block", block_structure=[96, 128]), (96, 128)),
+        (MODELOPT | {"quant_algo": "FP8"}, (0, 0)),
+        (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, (1, 0)),
+    ],
+)
+def test_what_shares_a_scale(section: dict[str, Any], block: tuple[int, int]) -> None:
+    assert declared(of(section)).schemes_of(["model.layers.0.mlp.experts"]) == (Scheme("fp8_block", block),)
+
+
+MIXED = {
+    "config_groups": {
+        "group_0": {"format": "nvfp4-pack-quantized", "targets": ["re:.*experts.*", "model.layers.2.mlp.shared"]},
+        "group_1": compressed_fp8("channel")["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]},
+    },
+    "quant_method": "compressed-tensors",
+    "ignore": ["re:.*layers[.]1[.]mlp.*"],
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "schemes"),
+    [
+        ("model.layers.0.mlp.experts.0.gate_proj", (Scheme("nvfp4"),)),
+        ("model.language_model.layers.0.mlp.experts.0.gate_proj", (Scheme("nvfp4"),)),
+        ("model.layers.2.mlp.shared.gate_proj", (Scheme("nvfp4"),)),
+        ("model.layers.0.self_attn.q_proj", (Scheme("fp8_block", (1, 0)),)),
+        ("model.layers.1.mlp.experts.0.gate_proj", (PLAIN,)),
+        ("lm_head", (PLAIN,)),
+    ],
+)
+def test_groups_say_which_modules_they_are_for(module: str, schemes: tuple[Scheme, ...]) -> None:
+    assert declared(of(MIXED, format="mixed-precision")).schemes_of([module]) == schemes
+
+
+def test_a_scheme_for_each_module_by_modelopt() -> None:
+    layers = {
+        "model.layers.0.mlp.experts.0.gate_proj": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+    }
+    sidecar = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
+    for checkpoint in (of(sidecar=sidecar), of(sidecar["quantization"] | {"quant_method": "modelopt"})):
+        found = declared(checkpoint)
+        assert (found.method, found.formats) == ("modelopt", ("nvfp4", "fp8_block"))
+        assert found.schemes_of(["model.language_model.layers.0.mlp.experts.0.gate_proj"]) == (Scheme("nvfp4"),)
+        assert found.schemes_of(["model.layers.0.self_attn.q_proj"]) == (Scheme("fp8_block", (0, 0)),)
+        assert found.schemes_of(["model.layers.0.mlp.experts.1.gate_proj"]) == (PLAIN,)
+    layers["model.layers.1.mlp"] = {"quant_algo": "INT4_AWQ"}
+    check_refused(of(sidecar=sidecar), "hf_quant_config.json", "model.layers.1.mlp: quant_algo 'INT4_AWQ'")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +199,13 @@ def test_a_sidecar_that_is_not_known(sidecar: Any, words: tuple[str, ...]) -> No
     ("pattern", "module", "ignored"),
     [
         ("lm_head", "lm_head", True),
-        ("lm_head", "model.lm_head", False),
+        ("lm_head", "model.language_model.lm_head", True),
+        ("head", "lm_head", False),
+        ("mlp.gate", "model.layers.0.mlp.gate", True),
+        ("mlp.gate", "model.layers.0.mlp.gate_proj", False),
+        ("model.layers.1", "model.language_model.layers.1.mlp.experts", True),
+        ("language_model.model.layers.1.*", "model.language_model.layers.1.mlp.experts", True),
+        ("re:model.layers.1.*", "model.language_model.layers.1.mlp.experts", True),
         ("model.layers.1", "model.layers.1.mlp.experts", True),
         ("model.layers.1", "model.layers.10.mlp.experts", False),
         ("model.layers.*.self_attn", "model.layers.0.self_attn", True),
@@ -125,7 +217,7 @@ def test_a_sidecar_that_is_not_known(sidecar: Any, words: tuple[str, ...]) -> No
     ],
 )
 def test_patterns_of_modules_left_alone(pattern: str, module: str, ignored: bool) -> None:
-    assert Quantization("modelopt", ("nvfp4",), (pattern,)).ignores(module) is ignored
+    assert Quantization("modelopt", for_all(Scheme("nvfp4")), (pattern,)).ignores(module) is ignored
 
 
 SHARED = {
@@ -134,9 +226,9 @@ SHARED = {
     "bf16-transformers-gptoss": ("none", "bf16"),
     "bf16-transformers-mixtral": ("none", "bf16"),
     "bf16-transformers-qwen3moe": ("none", "bf16"),
-    "fp4-deepseekv4-constructed": "quant_method 'fp8'",
-    "fp8block-llmcompressor-qwen3moe256": "format 'float-quantized'",
-    "fp8block-transformers-qwen3moe256": "quant_method 'fp8'",
+    "fp4-deepseekv4-constructed": ("fp8", "ds_fp4", "fp8_block"),
+    "fp8block-llmcompressor-qwen3moe256": ("compressed-tensors", "fp8_block"),
+    "fp8block-transformers-qwen3moe256": ("fp8", "fp8_block"),
     "mxfp4-native-gptoss-repacked": ("mxfp4", "mxfp4"),
     "mxfp4a16-llmcompressor-gptoss": ("compressed-tensors", "mxfp4"),
     "mxfp4a16-llmcompressor-qwen3moe": ("compressed-tensors", "mxfp4"),
@@ -149,7 +241,7 @@ SHARED = {
     "nvfp4a16-modelopt-qwen3moe": ("modelopt", "nvfp4"),
     "w4a16-llmcompressor-qwen3moe256": "format 'pack-quantized'",
 }
-"""Folder -> (method, format), or what the refusal names."""
+"""Folder -> (method, formats), or what the refusal names."""
 
 
 def test_the_table_names_every_folder(shared_dir: Path) -> None:
@@ -166,4 +258,4 @@ def test_real_tools(shared_dir: Path, name: str) -> None:
             declared(checkpoint)
     else:
         found = declared(checkpoint)
-        assert (found.method, found.formats) == (expected[0], (expected[1],))
+        assert (found.method, found.formats) == (expected[0], expected[1:])

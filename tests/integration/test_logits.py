@@ -30,6 +30,9 @@ LOADS = {  # folder -> format of its experts
     "bf16-transformers-gptoss": "bf16",
     "bf16-transformers-mixtral": "bf16",
     "bf16-transformers-qwen3moe": "bf16",
+    "fp4-deepseekv4-constructed": "ds_fp4",
+    "fp8block-llmcompressor-qwen3moe256": "fp8_block",
+    "fp8block-transformers-qwen3moe256": "fp8_block",
     "mxfp4-native-gptoss-repacked": "mxfp4",
     "mxfp4a16-llmcompressor-gptoss": "mxfp4",
     "mxfp4a16-llmcompressor-qwen3moe": "mxfp4",
@@ -42,9 +45,6 @@ LOADS = {  # folder -> format of its experts
     "nvfp4a16-modelopt-qwen3moe": "nvfp4",
 }
 REFUSED = {  # folder -> what the error says
-    "fp4-deepseekv4-constructed": (freetoken.CheckpointError, "quant_method 'fp8'"),
-    "fp8block-llmcompressor-qwen3moe256": (freetoken.CheckpointError, "'float-quantized'"),
-    "fp8block-transformers-qwen3moe256": (freetoken.CheckpointError, "quant_method 'fp8'"),
     "w4a16-llmcompressor-qwen3moe256": (freetoken.CheckpointError, "'pack-quantized'"),
 }
 SOURCES = ["bf16-transformers-qwen3moe", "bf16-transformers-gptoss"]

@@ -121,11 +121,29 @@ def compressed_tensors(written: str) -> dict[str, Any]:
     }
 
 
+def fp8(block: list[int] | None, **changes: Any) -> dict[str, Any]:
+    """The quantization_config of transformers' fp8; block: rows and columns that share a scale."""
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block} | changes
+
+
+def compressed_fp8(strategy: str, **weights: Any) -> dict[str, Any]:
+    """The quantization_config that compressed-tensors writes for fp8."""
+    section = compressed_tensors("float-quantized")
+    section["config_groups"]["group_0"]["weights"] = {"num_bits": 8, "type": "float", "strategy": strategy} | weights
+    return section
+
+
 DIALECTS: dict[str, tuple[dict[str, Any] | None, str]] = {
     "bf16": (None, "bf16"),
     "modelopt": (MODELOPT, "nvfp4"),
     "ct-nvfp4": (compressed_tensors("nvfp4-pack-quantized"), "nvfp4"),
     "ct-mxfp4": (compressed_tensors("mxfp4-pack-quantized"), "mxfp4"),
+    "fp8": (fp8([24, 128]), "fp8_block"),
+    "fp8-e8m0": (fp8([24, 128], scale_fmt="ue8m0"), "fp8_block"),
+    "fp8-tensor": (fp8(None), "fp8_block"),
+    "ct-fp8-block": (compressed_fp8("block", block_structure=[24, 128]), "fp8_block"),
+    "ct-fp8-row": (compressed_fp8("channel"), "fp8_block"),
+    "modelopt-fp8": (MODELOPT | {"quant_algo": "FP8"}, "fp8_block"),
 }
 """Dialect -> (quantization_config, the format its experts have)."""
 
@@ -134,6 +152,8 @@ def matrix(rng: np.random.Generator, dialect: str, n: int, k: int) -> Tensors:
     """Suffix -> tensor of one random matrix of n rows and k columns, with values of about 1 / sqrt(k)."""
     if dialect == "bf16":
         return {"weight": bf16(rng.standard_normal((n, k)) / np.sqrt(k))}
+    if "fp8" in dialect:
+        return _fp8_matrix(rng, dialect, n, k)
     codes: Tensor = ("U8", rng.integers(0, 256, (n, k // 2), np.uint8))
     size = 1 / (3 * np.sqrt(k))
     if dialect == "ct-mxfp4":
@@ -144,6 +164,25 @@ def matrix(rng: np.random.Generator, dialect: str, n: int, k: int) -> Tensors:
     if dialect == "modelopt":
         return {"weight": codes, "weight_scale": scales, "weight_scale_2": fp32(factor)}
     return {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": fp32(1 / factor, shape=(1,))}
+
+
+def _fp8_matrix(rng: np.random.Generator, dialect: str, n: int, k: int) -> Tensors:
+    """Rows of 24 share a scale, so that the last block is shorter than the others, or a row has one, or all have."""
+    magnitudes = rng.integers(0x30, 0x40, (n, k), np.uint8)  # 0.5 to 1.9
+    codes: Tensor = ("F8_E4M3", magnitudes | rng.integers(0, 2, (n, k), np.uint8) << np.uint8(7))
+    grid = (n,) if dialect == "ct-fp8-row" else (-(-n // 24), -(-k // 128))
+    scales = rng.uniform(0.5, 1.5, grid) / np.sqrt(k)
+    if dialect == "fp8-e8m0":
+        return {"weight": codes, "weight_scale_inv": ("F8_E8M0", rng.integers(122, 126, grid, np.uint8))}
+    if dialect == "ct-fp8-block":
+        return {"weight": codes, "weight_scale": bf16(scales)}
+    if dialect == "ct-fp8-row":
+        return {"weight": codes, "weight_scale": ("F32", scales.astype(np.float32)[:, None])}
+    if dialect == "modelopt-fp8":
+        return {"weight": codes, "weight_scale": fp32(scales[0, 0]), "input_scale": fp32(1.0)}
+    if dialect == "fp8-tensor":
+        return {"weight": codes, "weight_scale_inv": fp32(scales[0, 0])}
+    return {"weight": codes, "weight_scale_inv": ("F32", scales.astype(np.float32))}
 
 
 def experts(rng: np.random.Generator, dialect: str, prefix: str, count: int = EXPERTS) -> Tensors:

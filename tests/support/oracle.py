@@ -50,9 +50,24 @@ def blockwise(values: torch.Tensor, scales: torch.Tensor, dim: int = -1) -> torc
     return values * scales.repeat_interleave(block, dim)
 
 
-def dequantize_matrix(parts: Weights) -> torch.Tensor:
-    """fp32 (N, K) of one matrix, from the tensors that the suffixes of a tool name."""
+def gridwise(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """float64 values times a grid with a scale per block (rows, columns); fewer scales stand for rows or for all."""
+    grid = e8m0(scales) if scales.dtype == torch.float8_e8m0fnu else scales.double()
+    if grid.numel() == 1 or grid.numel() == len(values):
+        return values.double() * grid.reshape(-1, 1)
+    at = [torch.arange(size) // step for size, step in zip(values.shape, block, strict=True)]
+    return values.double() * grid[at[0]][:, at[1]]
+
+
+def dequantize_matrix(parts: Weights, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
+    """fp32 (N, K) of one matrix, from the tensors that the suffixes of a tool name; block: of fp8 weights."""
     names = set(parts) - {"bias", "input_scale", "input_global_scale"}
+    codes = parts.get("weight")
+    if codes is not None and codes.dtype == torch.float8_e4m3fn:
+        (scale,) = names - {"weight"}
+        return gridwise(codes, parts[scale], block).float()
+    if names == {"weight", "scale"}:  # DeepSeek-V4
+        return blockwise(e2m1(parts["weight"].view(torch.uint8)), e8m0(parts["scale"])).float()
     if names == {"weight"}:
         return parts["weight"].float()
     if names == {"weight", "weight_scale", "weight_scale_2"}:  # ModelOpt: the second scale is a factor
@@ -72,18 +87,28 @@ def dequantize_folder(folder: Path) -> Weights:
     modules: dict[str, Weights] = {}
     plain: Weights = {}
     tensors = read_tensors(folder)
+    config = json.loads((folder / "config.json").read_text())
+    block = _fp8_block(config.get("quantization_config", {}))
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
         if _FUSED.search(name):
             continue
-        if suffix.startswith("weight") or suffix in ("input_scale", "input_global_scale"):
+        scale = suffix == "scale" and f"{module}.weight" in tensors
+        if suffix.startswith("weight") or scale or suffix in ("input_scale", "input_global_scale"):
             modules.setdefault(module, {})[suffix] = tensor
         else:
             plain[name] = tensor
-    plain |= {f"{module}.weight": dequantize_matrix(parts) for module, parts in modules.items()}
+    plain |= {f"{module}.weight": dequantize_matrix(parts, block) for module, parts in modules.items()}
     plain |= _dequantize_fused(tensors)
-    family = json.loads((folder / "config.json").read_text())["model_type"]
-    return _fuse_linearised(plain) if family == "gpt_oss" else plain
+    return _fuse_linearised(plain) if config["model_type"] == "gpt_oss" else plain
+
+
+def _fp8_block(section: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale, where the config says so."""
+    groups = section.get("config_groups", {}).values()
+    said = [section.get("weight_block_size"), *(g.get("weights", {}).get("block_structure") for g in groups)]
+    rows, columns = next((block for block in said if block), (128, 128))
+    return rows, columns
 
 
 def _dequantize_fused(tensors: Weights) -> Weights:

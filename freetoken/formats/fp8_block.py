@@ -139,7 +139,7 @@ def _expand(
 
 
 def _grid_error(what: str, n: int, k: int) -> FormatError:
-    return FormatError(f"fp8_block: {what}; choose another expert format", format="fp8_block", shape=(n, k))
+    return FormatError(f"fp8_block: {what}; such scales cannot be held in records", format="fp8_block", shape=(n, k))
 
 
 FORMAT = FP8Block()

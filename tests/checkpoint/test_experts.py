@@ -33,9 +33,11 @@ from tests.support.checkpoints import (
     Tensor,
     Tensors,
     bf16,
+    compressed_fp8,
     compressed_tensors,
     experts,
     forbid_banks,
+    fp8,
     fp32,
     matrix,
     qwen3_config,
@@ -43,7 +45,7 @@ from tests.support.checkpoints import (
     write_folder,
     write_qwen3,
 )
-from tests.support.oracle import dequantize_folder, dequantize_matrix, e2m1, read_tensors, take_expert
+from tests.support.oracle import dequantize_folder, dequantize_matrix, e2m1, gridwise, read_tensors, take_expert
 
 PREFIX = "model.layers.0.mlp.experts"
 QUANTIZED = [d for d in DIALECTS if d != "bf16"]
@@ -575,6 +577,86 @@ def test_a_fused_width_that_the_format_cannot_hold(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", qwen3_config(quantization_config=section), tensors)
     with pytest.raises(CheckpointError, match=r"down_proj\.weight_scale.* multiple of 32; rows have 16 weights"):
         scan_folder(folder)
+
+
+# --- fused experts: fp8, as transformers saves them -------------------------------------------------------------------
+
+
+def fused_fp8(width: int, hidden: int, block: tuple[int, int], transposed: bool, seed: int = 0) -> Tensors:
+    """Gate and up in one tensor, under one grid that need not part where they do."""
+    rng = np.random.default_rng(seed)
+
+    def part(name: str, scales: str, n: int, k: int) -> Tensors:
+        grid = (EXPERTS, -(-n // block[0]), -(-k // block[1]))
+        codes, values = rng.integers(0, 0x70, (EXPERTS, n, k), np.uint8), rng.uniform(0.5, 2, grid).astype(np.float32)
+        if transposed:
+            codes, values = codes.transpose(0, 2, 1), values.transpose(0, 2, 1)
+        return {f"{PREFIX}.{name}": ("F8_E4M3", codes), f"{PREFIX}.{scales}": ("F32", values)}
+
+    both = part("gate_up_proj", "gate_up_proj_scale_inv", 2 * width, hidden)
+    return both | part("down_proj", "down_proj_scale_inv", hidden, width)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("width", "hidden"), [(88, 200), (64, 128), (192, 300), (8, 20)])
+def test_a_grid_that_crosses_from_gate_to_up(tmp_path: Path, width: int, hidden: int, transposed: bool) -> None:
+    tensors = fused_fp8(width, hidden, (128, 128), transposed)
+    config = {"model_type": "qwen3_moe", "hidden_size": hidden, "quantization_config": fp8([128, 128])}
+    (group,) = scan_folder(write_folder(tmp_path / "m", config, tensors)).groups
+    assert (group.hidden, group.intermediate, group.fused, group.transposed) == (hidden, width, True, transposed)
+    group.check_scales()
+    for e in range(EXPERTS):
+        expert, both = group.read(e), {}
+        for name in ("gate_up_proj", "down_proj"):
+            codes, scales = (tensors[f"{PREFIX}.{name}{end}"][1][e] for end in ("", "_scale_inv"))
+            parts = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn), torch.from_numpy(scales.copy())
+            both[name] = gridwise(*((p.T for p in parts) if transposed else parts), (128, 128)).float()
+        assert same_bits(expert.gate.dequantize(), both["gate_up_proj"][:width])
+        assert same_bits(expert.up.dequantize(), both["gate_up_proj"][width:])
+        assert same_bits(expert.down.dequantize(), both["down_proj"])
+
+
+def test_a_finer_grid_is_taken_where_its_scales_agree(tmp_path: Path) -> None:
+    tensors = fused_fp8(64, 128, (64, 64), False)
+    config = {"model_type": "qwen3_moe", "hidden_size": 128, "quantization_config": fp8([64, 64])}
+    (group,) = scan_folder(write_folder(tmp_path / "m", config, tensors)).groups
+    for check in (group.check_scales, lambda: group.read(0)):
+        with pytest.raises(CheckpointError, match=r"gate_up_proj_scale_inv': .*scales per 64 columns differ inside"):
+            check()
+    grid = tensors[f"{PREFIX}.gate_up_proj_scale_inv"][1]
+    grid[:, :, 1] = grid[:, :, 0]
+    (group,) = scan_folder(write_folder(tmp_path / "n", config, tensors)).groups
+    group.check_scales()
+    codes = torch.from_numpy(tensors[f"{PREFIX}.gate_up_proj"][1][1].copy()).view(torch.float8_e4m3fn)
+    expected = gridwise(codes, torch.from_numpy(grid[1].copy()), (64, 64)).float()
+    assert same_bits(group.read(1).gate.dequantize(), expected[:64])
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (fp8([128, 64]), r"shape \[4, 2, 2\], expected \[4, 2, 4\] for 176 rows of 200 weights in blocks of 128 x 64"),
+        (fp8(None), r"expected \[4, 1, 1\] .* in blocks of all x all"),
+        (compressed_fp8("channel"), r"no scales \(weight_scale\)|nothing claims|expected \[4, 176, 1\]"),
+        (None, r"is F8_E4M3, expected BF16"),
+    ],
+)
+def test_a_grid_that_the_config_does_not_say(tmp_path: Path, section: dict[str, Any] | None, words: str) -> None:
+    config = {"model_type": "qwen3_moe", "hidden_size": 200, "quantization_config": section}
+    with pytest.raises(CheckpointError, match=words):
+        scan_folder(write_folder(tmp_path / "m", config, fused_fp8(88, 200, (128, 128), False)))
+
+
+def test_an_fp8_weight_that_is_no_number(tmp_path: Path) -> None:
+    tensors = qwen3_tensors("fp8")
+    name = f"{PREFIX}.1.down_proj.weight"
+    tensors[name][1][5, 3] = 0x7F
+    group = scan_folder(write_folder(tmp_path / "m", qwen3_config(quantization_config=fp8([24, 128])), tensors)).groups[
+        0
+    ]
+    group.check_scales()
+    with pytest.raises(CheckpointError, match=r"row 5 holds a NaN weight"):
+        group.read(1)
 
 
 def test_the_oracle_has_the_e2m1_values_of_the_ocp_specification() -> None:

@@ -198,9 +198,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[FreeTokenError], tuple[str, ...]]]
     "padding outside": ({"pad_token_id": 1000}, CheckpointError, ("Padding_idx",)),
     "an unknown method": ({"quantization_config": {"quant_method": "awq"}}, CheckpointError, ("'awq'",)),
     "an unknown algorithm": (
-        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}},
         CheckpointError,
-        ("quant_algo 'FP8'", "NVFP4"),
+        ("quant_algo 'W4A8_AWQ'", "NVFP4"),
     ),
 }
 

@@ -1,7 +1,8 @@
 """Small number types that formats are made of, as NumPy tables and functions: e2m1, e4m3, e8m0, bf16.
 
 Sources: OCP Microscaling Formats v1.0 (e2m1, e8m0) and OCP 8-bit Floating Point v1.0 (e4m3). Everything here is
-exact; edge codes are defined in this file only, and every kernel agrees with it.
+exact, but for the errors that `fit_e2m1` compares; edge codes are defined in this file only, and every kernel agrees
+with it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 # Value of each 4-bit code; bit 3 is the sign. Doubled, all are small integers.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 E8M0_NAN = 255
+_ONE, _E2M1_LARGEST = np.array([1, 6], np.float32).view(np.uint32)
 
 
 def _e4m3_values() -> NDArray[np.float32]:
@@ -53,6 +55,29 @@ def fp32_to_e2m1(values: NDArray[np.float32]) -> NDArray[np.uint8]:
         code += magnitude >= np.float32(midpoint)
     code |= ((values < 0) & (code > 0)).view(np.uint8) << 3
     return code
+
+
+def fit_e2m1(blocks: NDArray[np.float32], steps: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.intp]]:
+    """Codes of M blocks of B weights, each under whichever of C steps leaves it the smallest squared error.
+
+    blocks: (B, M), a block a column: NumPy is quickest along long rows. steps: (C, M), above 0; of equally good ones
+    the first is taken. Returns the packed codes (M, B / 2) and the numbers (M,) of the steps.
+    """
+    magnitude = np.abs(blocks)
+    errors = np.empty(steps.shape)
+    for step, error in zip(steps, errors, strict=True):
+        rest = magnitude / step
+        capped = np.minimum(rest.view(np.uint32), _E2M1_LARGEST)  # numbers from 0 up are ordered as their bits are
+        spacing = np.maximum(capped & np.uint32(0x7F800000), _ONE).view(np.float32) * np.float32(2.0**22)
+        rest -= (capped.view(np.float32) + spacing) - spacing  # the sum has no bits below e2m1's: it rounds to them
+        rest *= rest
+        total = np.zeros_like(step)
+        for row in rest:  # in this order however many blocks there are
+            total += row
+        error[...] = total * step.astype(np.float64) ** 2
+    best = errors.argmin(axis=0)
+    codes = fp32_to_e2m1(blocks / np.take_along_axis(steps, best[None], 0))
+    return np.ascontiguousarray((codes[0::2] | (codes[1::2] << 4)).T), best
 
 
 def fp32_to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:

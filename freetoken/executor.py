@@ -49,12 +49,16 @@ class Activation:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A tile function and how activations reach it. act: the precision in force; tier: the level asked of the CPU."""
+    """A tile function and how activations reach it.
+
+    act: the precision in force. tier: the level asked of the CPU. rounding: what happens to activations before the
+    tile function's own preparation, as `ExpertLayer` takes it.
+    """
 
     kernel: TileKernel
     act: str
     tier: str
-    round_bf16: bool
+    rounding: str
 
 
 def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto") -> list[KernelChoice]:
@@ -93,15 +97,15 @@ def _choose(kernels: list[TileKernel], level: str, act: str, dtype: torch.dtype)
     if act == "int8":
         kernel = best("int8")
         if kernel is not None:
-            return KernelChoice(kernel, "int8", level, False)
+            return KernelChoice(kernel, "int8", level, "none")
         act = "bf16"
     if act == "bf16" or (act == "auto" and dtype == torch.bfloat16):
         kernel = best("bf16")
         if kernel is not None:
-            return KernelChoice(kernel, "bf16", level, False)
+            return KernelChoice(kernel, "bf16", level, "none")
     kernel = best("fp32")
     assert kernel is not None, "every format has a scalar fp32 tile"
-    return KernelChoice(kernel, "bf16" if act == "bf16" else "fp32", level, act == "bf16")
+    return KernelChoice(kernel, *(("bf16", level, "bf16") if act == "bf16" else ("fp32", level, "none")))
 
 
 class Executor:
@@ -250,7 +254,7 @@ def _bind(bank: Bank, activation: Activation, choice: KernelChoice) -> ExpertLay
         activation.kind,
         activation.alpha,
         activation.limit,
-        choice.round_bf16,
+        choice.rounding,
     )
 
 

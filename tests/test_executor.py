@@ -75,7 +75,7 @@ def test_choices_go_down_from_the_best_tier_to_scalar(fmt: Format, act: str, dty
     else:
         assert acts == {act}
     for choice in choices:
-        assert choice.round_bf16 is (choice.act == "bf16" and choice.kernel.act == "fp32")
+        assert choice.rounding == ("bf16" if (choice.act, choice.kernel.act) == ("bf16", "fp32") else "none")
 
 
 @EVERY_FORMAT

@@ -18,6 +18,11 @@ cdef enum:
     SILU_LIMITED = 2    # min(g, limit) * sigmoid(g) * clamp(u, +-limit)
 
 
+cdef enum:
+    ROUND_NONE = 0
+    ROUND_BF16 = 1      # in fp32 vectors; bf16 vectors are so by themselves
+
+
 cdef struct matrix:
     # One matrix (or the gate and up pair) of a record.
     ptrdiff_t offset, globals_offset, bias_offset   # from the record's start; bias -1: none
@@ -32,7 +37,7 @@ cdef struct job:
     matrix gate_up, down
     ft_kernel kernel
     ptrdiff_t block, line                           # weights along K in a block, in a line
-    bint round_bf16                                 # fp32 vectors hold activations rounded to bf16
+    int rounding                                    # of activations before they are prepared
     int activation
     float alpha, limit
     # Routes, sorted by expert: group g holds routes [start[g], start[g + 1]) of expert[g].

@@ -48,14 +48,15 @@ cdef inline uint16_t float_to_bf16(float value) noexcept nogil:
 cdef void prepare_fp32(const job *j, const float *x, ptrdiff_t n, float *out) noexcept nogil:
     cdef ptrdiff_t k, i
     cdef const uint8_t *order = j.kernel.order
-    if order == NULL and not j.round_bf16:
+    cdef bint to_bf16 = j.rounding == ROUND_BF16
+    if order == NULL and not to_bf16:
         memcpy(out, x, n * sizeof(float))
         return
     k = 0
     while k < n:
         for i in range(j.line):
             out[k + (i if order == NULL else order[i])] = (
-                bf16_to_float(float_to_bf16(x[k + i])) if j.round_bf16 else x[k + i]
+                bf16_to_float(float_to_bf16(x[k + i])) if to_bf16 else x[k + i]
             )
         k += j.line
 
@@ -303,6 +304,7 @@ cdef class Scratch:
 
 
 cdef dict GATED = {"silu": SILU, "silu_limited": SILU_LIMITED, "swiglu_clamped": SWIGLU_CLAMPED}
+cdef dict ROUNDINGS = {"none": ROUND_NONE, "bf16": ROUND_BF16}
 
 
 cdef inline size_t aligned(size_t n) noexcept nogil:
@@ -315,7 +317,8 @@ cdef class ExpertLayer:
     bank: (E, record_bytes) uint8, C-contiguous, of records laid out as `layout` says; it is borrowed and kept alive.
     layout: a `freetoken.formats.record.RecordLayout`. kernel: one of its format's tile functions.
     activation: "silu", "silu_limited" with limit or "swiglu_clamped" with alpha and limit (`reference.activate`).
-    round_bf16: round activations to bf16 before an fp32 tile function (what a bf16 tile function does by itself).
+    rounding: of activations before both products: "none" or "bf16" (what a bf16 tile function does by itself); an int8
+    tile function rounds in its own way and takes "none" only.
     """
 
     cdef job template
@@ -325,7 +328,7 @@ cdef class ExpertLayer:
 
     def __cinit__(
         self, const uint8_t[:, ::1] bank, object layout, TileKernel kernel not None, str activation="silu",
-        float alpha=0.0, float limit=0.0, bint round_bf16=False,
+        float alpha=0.0, float limit=0.0, str rounding="none",
     ):
         cdef job *j = &self.template
         if bank.shape[0] < 1 or bank.shape[1] != layout.nbytes:
@@ -334,6 +337,10 @@ cdef class ExpertLayer:
             raise ValueError(f"{kernel!r} cannot read records of {layout.format.name}")
         if activation not in GATED:
             raise ValueError(f"unknown activation {activation!r}, expected one of {', '.join(GATED)}")
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"unknown rounding {rounding!r}, expected one of {', '.join(ROUNDINGS)}")
+        if rounding != "none" and kernel.act == "int8":
+            raise ValueError(f"{kernel!r} rounds activations to int8, not to {rounding}")
         memset(j, 0, sizeof(job))
         self.owner = bank
         self.n_experts = bank.shape[0]
@@ -343,7 +350,7 @@ cdef class ExpertLayer:
         j.block = layout.format.block
         j.line = layout.format.line_k
         j.kernel = kernel.entry
-        j.round_bf16 = round_bf16
+        j.rounding = ROUNDINGS[rounding]
         j.activation = GATED[activation]
         j.alpha = alpha
         j.limit = limit

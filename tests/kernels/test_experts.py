@@ -25,7 +25,7 @@ from freetoken.formats.codes import bf16_to_fp32, fp32_to_bf16, pack_nibbles
 from freetoken.formats.record import Expert, RecordLayout
 from freetoken.kernels import _tile_nvfp4, reference
 from freetoken.kernels._experts import ExpertLayer, Scratch
-from freetoken.kernels._isa import TileKernel
+from freetoken.kernels._isa import ACTIVATIONS, TileKernel
 from tests.support.experts import (
     DEEPSEEK_V4,
     GPT_OSS,
@@ -45,12 +45,16 @@ from tests.support.guard import guarded
 N_EXPERTS = 4
 
 
-def for_kernels(only: Callable[[Format], bool] = lambda fmt: True) -> pytest.MarkDecorator:
-    """Run a test with every tile function of the formats that `only` accepts."""
-    return pytest.mark.parametrize(("fmt", "kernel"), [param for param in kernel_params() if only(param.values[0])])
+def for_kernels(
+    only: Callable[[Format], bool] = lambda fmt: True, acts: tuple[str, ...] = ACTIVATIONS
+) -> pytest.MarkDecorator:
+    """Run a test with every tile function of these activation kinds, of the formats that `only` accepts."""
+    found = [param for param in kernel_params() if only(param.values[0]) and param.values[1].act in acts]
+    return pytest.mark.parametrize(("fmt", "kernel"), found)
 
 
 KERNELS = for_kernels()
+ROUNDABLE_KERNELS = for_kernels(acts=("fp32", "bf16"))
 SCALED_KERNELS = for_kernels(lambda fmt: fmt.scale_dtype is not None)
 
 # (H, I): one block, tails of rows (not a multiple of 16), odd numbers of lines and blocks, widths of real models.
@@ -148,11 +152,11 @@ def test_matches_reference(
     check_matches_reference(case, out, kernel.act)
 
 
-@KERNELS
-def test_round_bf16_rounds_what_an_fp32_tile_sees(fmt: Format, kernel: TileKernel) -> None:
+@ROUNDABLE_KERNELS
+def test_rounding_to_bf16_before_any_tile(fmt: Format, kernel: TileKernel) -> None:
     case = make_case(fmt, small(fmt), True, SILU, 5)
-    out = run(kernel, case.layout, case.bank, case.x, *case.routes, SILU, round_bf16=True)
-    check_matches_reference(case, out, "bf16" if kernel.act == "fp32" else kernel.act)
+    out = run(kernel, case.layout, case.bank, case.x, *case.routes, SILU, rounding="bf16")
+    check_matches_reference(case, out, "bf16")
 
 
 @pytest.mark.parametrize("how", [GPT_OSS, DEEPSEEK_V4], ids=["gpt-oss", "deepseek-v4"])
@@ -528,6 +532,18 @@ def test_refuses_an_unknown_activation(plain: Case) -> None:
         ValueError, match="unknown activation 'gelu', expected one of silu, silu_limited, swiglu_clamped"
     ):
         ExpertLayer(plain.bank, plain.layout, scalar(plain), "gelu")
+
+
+def test_refuses_an_unknown_rounding(plain: Case) -> None:
+    with pytest.raises(ValueError, match="unknown rounding 'fp4', expected one of none, bf16"):
+        ExpertLayer(plain.bank, plain.layout, scalar(plain), rounding="fp4")
+
+
+def test_refuses_to_round_before_an_int8_tile() -> None:
+    layout = RecordLayout(formats.get("mxfp4"), 32, 32)
+    kernel = next(kernel for kernel in table(layout.format) if kernel.act == "int8")
+    with pytest.raises(ValueError, match="rounds activations to int8, not to bf16"):
+        ExpertLayer(bank_of(layout), layout, kernel, rounding="bf16")
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,12 @@ def run(
     how: Activation = SILU,
     *,
     n_threads: int = 2,
-    round_bf16: bool = False,
+    rounding: str = "none",
     out: NDArray[np.generic] | None = None,
     scratch: Scratch | None = None,
 ) -> NDArray[np.generic]:
     """One call of the kernel; the output starts as 0xff bytes (NaN), so what is not written is seen."""
-    layer = ExpertLayer(bank, layout, kernel, how.activation, how.alpha, how.limit, round_bf16)
+    layer = ExpertLayer(bank, layout, kernel, how.activation, how.alpha, how.limit, rounding)
     if out is None:
         out = np.empty_like(x)
     out.view(np.uint8)[...] = 0xFF

@@ -1,6 +1,6 @@
 """The job of one layer and the one function that does it; any team of threads may call it."""
 from libc.stddef cimport ptrdiff_t
-from libc.stdint cimport int32_t, uint8_t, uint16_t
+from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t
 
 from freetoken.kernels._isa cimport ft_kernel
 
@@ -21,6 +21,7 @@ cdef enum:
 cdef enum:
     ROUND_NONE = 0
     ROUND_BF16 = 1      # in fp32 vectors; bf16 vectors are so by themselves
+    ROUND_FP8 = 2       # e4m3 times a power of two, which fp32 and bf16 vectors hold exactly
 
 
 cdef struct matrix:
@@ -37,6 +38,7 @@ cdef struct job:
     matrix gate_up, down
     ft_kernel kernel
     ptrdiff_t block, line                           # weights along K in a block, in a line
+    ptrdiff_t unit                                  # activations that stay together when work is shared out
     int rounding                                    # of activations before they are prepared
     int activation
     float alpha, limit
@@ -54,7 +56,7 @@ cdef struct job:
     uint8_t *prepared       # tokens x gate_up.vector_bytes
     uint8_t *hidden         # routes x down.vector_bytes
     float *sums             # threads x tokens x 16
-    float *rows             # threads x max(H, block, 16) floats
+    float *rows             # threads x max(H, unit, 16) floats
     ptrdiff_t rows_stride
     ft_barrier barrier
 

@@ -30,9 +30,10 @@ logger = logging.getLogger(__name__)
 _MAX_TOKENS = 512
 """Tokens handled by one pass over a layer; longer batches are cut, which bounds scratch memory."""
 
-_CHECK_BOUND = {"fp32": 1e-4, "bf16": 2e-2, "int8": 1e-1}
+_CHECK_BOUND = {"fp32": 1e-4, "bf16": 2e-2, "int8": 1e-1, "fp8": 2e-1}
 """Error at which a tile function counts as broken: far above `reference.ERROR_BOUND` for odd weights, far below any
-mistake in decoding, which gives errors of the order of 1."""
+mistake in decoding, which gives errors of the order of 1. fp8: a hidden value near a tie may be rounded to the other
+side, which moves it by an eighth at most."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,19 @@ class Activation:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A tile function and how activations reach it. act: the precision in force; tier: the level asked of the CPU."""
+    """A tile function and how activations reach it.
+
+    act: the precision in force. tier: the level asked of the CPU.
+    """
 
     kernel: TileKernel
     act: str
     tier: str
-    round_bf16: bool
+
+    @property
+    def rounding(self) -> str:
+        """What happens to activations before they are prepared for the tile function, as `ExpertLayer` takes it."""
+        return self.act if self.act in ("bf16", "fp8") else "none"
 
 
 def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto") -> list[KernelChoice]:
@@ -62,7 +70,8 @@ def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto"
 
     act: "auto" or a precision. auto takes fp32 for an fp32 or fp16 model; for a bf16 model bf16 where a bf16 dot
     serves this format, else fp32. A forced bf16 without such a tile rounds activations before an fp32 tile; formats
-    without an int8 tile (bf16, fp8_block) take bf16 instead. Raises `UnsupportedError` for a tier this CPU lacks.
+    without an int8 tile (bf16, fp8_block) take bf16 instead. fp8 rounds them before a bf16 tile where there is one,
+    else an fp32 tile: both hold e4m3 times a power of two exactly. Raises `UnsupportedError` for a tier this CPU lacks.
     """
     levels = _levels_up_to(tier)
     kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels._tile_{fmt.kernels}").kernels()
@@ -90,18 +99,15 @@ def _choose(kernels: list[TileKernel], level: str, act: str, dtype: torch.dtype)
         usable = [k for k in kernels if k.act == wanted and LEVELS.index(k.level) <= rank]
         return max(usable, key=lambda k: LEVELS.index(k.level), default=None)
 
+    int8, bf16, fp32 = best("int8"), best("bf16"), best("fp32")
+    assert fp32 is not None, "every format has a scalar fp32 tile"
+    if act == "auto":
+        act = "bf16" if dtype == torch.bfloat16 and bf16 is not None else "fp32"
     if act == "int8":
-        kernel = best("int8")
-        if kernel is not None:
-            return KernelChoice(kernel, "int8", level, False)
+        if int8 is not None:
+            return KernelChoice(int8, "int8", level)
         act = "bf16"
-    if act == "bf16" or (act == "auto" and dtype == torch.bfloat16):
-        kernel = best("bf16")
-        if kernel is not None:
-            return KernelChoice(kernel, "bf16", level, False)
-    kernel = best("fp32")
-    assert kernel is not None, "every format has a scalar fp32 tile"
-    return KernelChoice(kernel, "bf16" if act == "bf16" else "fp32", level, act == "bf16")
+    return KernelChoice(fp32 if act == "fp32" else bf16 or fp32, act, level)
 
 
 class Executor:
@@ -212,13 +218,13 @@ def forked_error() -> UnsupportedError:
 
 
 def check_kernel(bank: Bank, activation: Activation, choice: KernelChoice) -> float:
-    """Error of one tile function against the reference, relative to the output's norm.
+    """Error of one tile function against the reference that rounds as the choice does, relative to the output's norm.
 
     Expert 0 of the bank is computed; where its weights are so extreme that fp32 itself gives no ordinary number, an
     expert of ordinary random weights in the same layout is.
     """
     x = np.random.default_rng(0).standard_normal((1, bank.layout.hidden)).astype(np.float32)
-    values = (x.astype(np.float64), activation.kind, activation.alpha, activation.limit)
+    values = (x.astype(np.float64), activation.kind, activation.alpha, activation.limit, choice.rounding)
     expected = reference.run_expert(bank.get(0), *values)
     if not 1e-20 < np.linalg.norm(expected) < 1e20:
         bank = _ordinary_bank(bank.layout)
@@ -250,7 +256,7 @@ def _bind(bank: Bank, activation: Activation, choice: KernelChoice) -> ExpertLay
         activation.kind,
         activation.alpha,
         activation.limit,
-        choice.round_bf16,
+        choice.rounding,
     )
 
 

@@ -35,8 +35,9 @@ class Choice:
 CPU_ACT = Choice(
     "FREETOKEN_CPU_ACT",
     "auto",
-    ("auto", "fp32", "bf16", "int8"),
-    "precision of activations in CPU expert kernels; auto follows the model's dtype and the CPU",
+    ("auto", "fp32", "bf16", "int8", "fp8"),
+    "precision of activations in CPU expert kernels; auto follows the model's dtype and the CPU, fp8 rounds them as "
+    "DeepSeek's own code does",
 )
 CPU_ISA = Choice(
     "FREETOKEN_CPU_ISA",

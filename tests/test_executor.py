@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from freetoken import executor, formats
+from freetoken import executor, formats, settings
 from freetoken.banks import Bank
 from freetoken.errors import ConfigError, FreeTokenError, UnsupportedError
 from freetoken.executor import Activation, BoundLayer, Executor, KernelChoice, check_kernel, kernel_choices
@@ -59,7 +59,7 @@ def bind(fmt: Format, dtype: torch.dtype = torch.float32, threads: int = 2) -> B
 
 
 @EVERY_FORMAT
-@pytest.mark.parametrize("act", ["auto", "fp32", "bf16", "int8"])
+@pytest.mark.parametrize("act", settings.CPU_ACT.choices)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_choices_go_down_from_the_best_tier_to_scalar(fmt: Format, act: str, dtype: torch.dtype) -> None:
     choices = kernel_choices(fmt, act, dtype)
@@ -75,7 +75,9 @@ def test_choices_go_down_from_the_best_tier_to_scalar(fmt: Format, act: str, dty
     else:
         assert acts == {act}
     for choice in choices:
-        assert choice.round_bf16 is (choice.act == "bf16" and choice.kernel.act == "fp32")
+        assert choice.rounding == (choice.act if choice.act in ("bf16", "fp8") else "none")
+        assert choice.kernel.act == choice.act or choice.rounding != "none"
+        assert choice.kernel.act != "int8" or choice.act == "int8"
 
 
 @EVERY_FORMAT
@@ -106,7 +108,7 @@ def test_a_tier_that_this_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @EVERY_FORMAT
-@pytest.mark.parametrize("act", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("act", settings.CPU_ACT.choices[1:])
 def test_a_forced_activation_precision(fmt: Format, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FREETOKEN_CPU_ACT", act)
     layer = bind(fmt)
@@ -135,7 +137,7 @@ def test_a_setting_of_no_meaning(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("how", [Activation(), GPT_OSS], ids=["silu", "swiglu"])
 def test_every_choice_passes_the_check_of_a_good_bank(fmt: Format, bias: bool, how: Activation) -> None:
     bank = make_bank(fmt, bias)
-    for act in ("fp32", "bf16", "int8"):
+    for act in settings.CPU_ACT.choices[1:]:
         for choice in kernel_choices(fmt, act, torch.float32):
             assert check_kernel(bank, how, choice) < reference.ERROR_BOUND[choice.act]
 

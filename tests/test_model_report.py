@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import freetoken
-from freetoken import demo
+from freetoken import demo, info
 from freetoken.integration.operator import layer_of
 
 pytest.importorskip("transformers")
@@ -32,3 +32,12 @@ def test_report_refuses_other_models() -> None:
         freetoken.report(torch.nn.Linear(2, 2))
     with pytest.raises(freetoken.FreeTokenError, match=r"only models from freetoken\.load"):
         freetoken.report(None)
+
+
+def test_activations_in_force_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREETOKEN_CPU_ACT", "fp8")
+    model, _ = freetoken.load(demo.path(), threads=1)
+    facts = freetoken.report(model)
+    assert facts.activations == ("fp8",)
+    assert "with fp8 activations" in str(facts)
+    assert "activations fp8" in str(info.collect())

@@ -1,6 +1,6 @@
 """The job of one layer and the one function that does it; any team of threads may call it."""
 from libc.stddef cimport ptrdiff_t
-from libc.stdint cimport int32_t, uint8_t, uint16_t
+from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t
 
 from freetoken.kernels._isa cimport ft_kernel
 
@@ -18,6 +18,12 @@ cdef enum:
     SILU_LIMITED = 2    # min(g, limit) * sigmoid(g) * clamp(u, +-limit)
 
 
+cdef enum:
+    ROUND_NONE = 0
+    ROUND_BF16 = 1      # in fp32 vectors; bf16 vectors are so by themselves
+    ROUND_FP8 = 2       # e4m3 times a power of two, which fp32 and bf16 vectors hold exactly
+
+
 cdef struct matrix:
     # One matrix (or the gate and up pair) of a record.
     ptrdiff_t offset, globals_offset, bias_offset   # from the record's start; bias -1: none
@@ -32,7 +38,8 @@ cdef struct job:
     matrix gate_up, down
     ft_kernel kernel
     ptrdiff_t block, line                           # weights along K in a block, in a line
-    bint round_bf16                                 # fp32 vectors hold activations rounded to bf16
+    ptrdiff_t unit                                  # activations that stay together when work is shared out
+    int rounding                                    # of activations before they are prepared
     int activation
     float alpha, limit
     # Routes, sorted by expert: group g holds routes [start[g], start[g + 1]) of expert[g].
@@ -49,7 +56,7 @@ cdef struct job:
     uint8_t *prepared       # tokens x gate_up.vector_bytes
     uint8_t *hidden         # routes x down.vector_bytes
     float *sums             # threads x tokens x 16
-    float *rows             # threads x max(H, block, 16) floats
+    float *rows             # threads x max(H, unit, 16) floats
     ptrdiff_t rows_stride
     ft_barrier barrier
 

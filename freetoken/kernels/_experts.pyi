@@ -22,7 +22,7 @@ class ExpertLayer:
         activation: str = "silu",
         alpha: float = 0.0,
         limit: float = 0.0,
-        round_bf16: bool = False,
+        rounding: str = "none",
     ) -> ExpertLayer: ...
     @property
     def n_experts(self) -> int: ...

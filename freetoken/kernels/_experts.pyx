@@ -11,7 +11,7 @@ the bits do not depend on the number of threads or on which other tokens are in 
 face.
 """
 from cython.parallel cimport parallel, threadid
-from libc.math cimport expf, lrintf
+from libc.math cimport NAN, expf, lrintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
@@ -22,11 +22,16 @@ cdef extern from "team.h" nogil:
 
 cdef enum:
     TILE = 16
+    FP8_GROUP = 128     # activations under one scale, as DeepSeek rounds them
 
 
 cdef inline ptrdiff_t blocks_of(const job *j, ptrdiff_t k) noexcept nogil:
     # The last may be shorter than the others.
     return (k + j.block - 1) // j.block
+
+
+cdef inline ptrdiff_t units_of(const job *j, ptrdiff_t k) noexcept nogil:
+    return (k + j.unit - 1) // j.unit
 
 
 cdef inline float bf16_to_float(uint16_t bits) noexcept nogil:
@@ -45,17 +50,55 @@ cdef inline uint16_t float_to_bf16(float value) noexcept nogil:
     return <uint16_t> ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)
 
 
+cdef void round_fp8_group(const float *x, ptrdiff_t n, float *out) noexcept nogil:
+    """n <= 128 values to the nearest e4m3 times the least power of two that needs no clamping; out may be x.
+
+    DeepSeek's act_quant with scale_fmt ue8m0, its floor of 1e-4 under the largest magnitude included: the scale is
+    2**-22 or more, so no result is subnormal. A NaN or an infinity (magnitudes are compared as integers, where these
+    are the largest) makes the whole group NaN.
+    """
+    cdef uint32_t bits, top = 0x38d1b717    # 1e-4
+    cdef float scale, inverse, value, shift
+    cdef ptrdiff_t k
+    for k in range(n):
+        memcpy(&bits, &x[k], sizeof(float))
+        top = max(top, bits & 0x7fffffff)
+    # 448 is 1.75 * 2**8: a larger fraction needs the next power of two
+    bits = (((top + 0x1fffff) >> 23) - 8) << 23
+    memcpy(&scale, &bits, sizeof(float))
+    bits = (254 << 23) - bits
+    memcpy(&inverse, &bits, sizeof(float))
+    if top >= 0x7f800000:
+        scale = NAN
+    for k in range(n):
+        value = x[k] * inverse
+        memcpy(&bits, &value, sizeof(float))
+        # A step is an eighth of the power of two below the value, 2**-9 at least. Added to 1.5 * 2**23 steps, the value
+        # is rounded to one.
+        bits = (max(bits & 0x7f800000, <uint32_t> 121 << 23) + (20 << 23)) | 0x400000
+        memcpy(&shift, &bits, sizeof(float))
+        out[k] = ((value + shift) - shift) * scale
+
+
+cdef void round_fp8(const float *x, ptrdiff_t n, float *out) noexcept nogil:
+    cdef ptrdiff_t k = 0
+    while k < n:
+        round_fp8_group(x + k, min(<ptrdiff_t> FP8_GROUP, n - k), out + k)
+        k += FP8_GROUP
+
+
 cdef void prepare_fp32(const job *j, const float *x, ptrdiff_t n, float *out) noexcept nogil:
     cdef ptrdiff_t k, i
     cdef const uint8_t *order = j.kernel.order
-    if order == NULL and not j.round_bf16:
+    cdef bint to_bf16 = j.rounding == ROUND_BF16
+    if order == NULL and not to_bf16:
         memcpy(out, x, n * sizeof(float))
         return
     k = 0
     while k < n:
         for i in range(j.line):
             out[k + (i if order == NULL else order[i])] = (
-                bf16_to_float(float_to_bf16(x[k + i])) if j.round_bf16 else x[k + i]
+                bf16_to_float(float_to_bf16(x[k + i])) if to_bf16 else x[k + i]
             )
         k += j.line
 
@@ -109,7 +152,7 @@ cdef void prepare_int8(
 cdef void prepare(
     const job *j, const float *x, ptrdiff_t first, ptrdiff_t n, ptrdiff_t width, uint8_t *out
 ) noexcept nogil:
-    """Values [first, first + n) of a vector of `width` values, into their places; first is a multiple of the block."""
+    """Values [first, first + n) of a vector of `width` values, into their places; first is a multiple of the unit."""
     cdef signed char *codes
     cdef float *scales
     cdef int32_t *sums
@@ -125,27 +168,29 @@ cdef void prepare(
 
 
 cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil:
-    cdef ptrdiff_t width = j.gate_up.k, per_token = blocks_of(j, j.gate_up.k)
-    cdef ptrdiff_t blocks = j.tokens * per_token
-    cdef ptrdiff_t at = blocks * thread // n_threads, stop = blocks * (thread + 1) // n_threads
+    cdef ptrdiff_t width = j.gate_up.k, per_token = units_of(j, j.gate_up.k)
+    cdef ptrdiff_t units = j.tokens * per_token
+    cdef ptrdiff_t at = units * thread // n_threads, stop = units * (thread + 1) // n_threads
     cdef ptrdiff_t token, first, n, k
     cdef float *row = j.rows + thread * j.rows_stride
+    cdef const float *x
     cdef const uint16_t *x16
     while at < stop:
         token = at // per_token
-        first = (at - token * per_token) * j.block
-        n = min(width - first, (stop - at) * j.block)
+        first = (at - token * per_token) * j.unit
+        n = min(width - first, (stop - at) * j.unit)
         if j.x_bf16:
             x16 = (<const uint16_t *> j.x) + token * width + first
             for k in range(n):
                 row[k] = bf16_to_float(x16[k])
-            prepare(j, row, first, n, width, j.prepared + token * j.gate_up.vector_bytes)
+            x = row
         else:
-            prepare(
-                j, (<const float *> j.x) + token * width + first, first, n, width,
-                j.prepared + token * j.gate_up.vector_bytes,
-            )
-        at += blocks_of(j, n)
+            x = (<const float *> j.x) + token * width + first
+        if j.rounding == ROUND_FP8:
+            round_fp8(x, n, row)
+            x = row
+        prepare(j, x, first, n, width, j.prepared + token * j.gate_up.vector_bytes)
+        at += units_of(j, n)
 
 
 cdef inline void finish_tile(
@@ -206,13 +251,16 @@ cdef void gate_up_chunk(const job *j, ptrdiff_t group, ptrdiff_t chunk, ptrdiff_
             finish_tile(m, record, 1, (m.tiles + t) * TILE, up)
             activate(j, gate, up, h + (t - first) * TILE)
         t = min((last - first) * TILE, width - first * TILE)
+        if j.rounding == ROUND_FP8:
+            round_fp8(h, t, h)
         prepare(j, h, first * TILE, t, width, j.hidden + route * j.down.vector_bytes)
 
 
 cdef void gate_up(const job *j, int thread, int n_threads) noexcept nogil:
     """Each thread takes chunks whose start, measured in (token, chunk) pairs, falls into its share."""
-    # int8 needs a block's values at once, to choose their scale
-    cdef ptrdiff_t chunk_tiles = max(1, j.block // TILE) if j.kernel.act == FT_INT8 else 1
+    # int8 and fp8 need a unit's values at once, to choose their scale
+    cdef bint scaled = j.kernel.act == FT_INT8 or j.rounding == ROUND_FP8
+    cdef ptrdiff_t chunk_tiles = max(1, j.unit // TILE) if scaled else 1
     cdef ptrdiff_t chunks = (j.gate_up.tiles + chunk_tiles - 1) // chunk_tiles
     cdef ptrdiff_t work = j.routes * chunks
     cdef ptrdiff_t low = work * thread // n_threads, high = work * (thread + 1) // n_threads
@@ -303,6 +351,7 @@ cdef class Scratch:
 
 
 cdef dict GATED = {"silu": SILU, "silu_limited": SILU_LIMITED, "swiglu_clamped": SWIGLU_CLAMPED}
+cdef dict ROUNDINGS = {"none": ROUND_NONE, "bf16": ROUND_BF16, "fp8": ROUND_FP8}
 
 
 cdef inline size_t aligned(size_t n) noexcept nogil:
@@ -315,7 +364,8 @@ cdef class ExpertLayer:
     bank: (E, record_bytes) uint8, C-contiguous, of records laid out as `layout` says; it is borrowed and kept alive.
     layout: a `freetoken.formats.record.RecordLayout`. kernel: one of its format's tile functions.
     activation: "silu", "silu_limited" with limit or "swiglu_clamped" with alpha and limit (`reference.activate`).
-    round_bf16: round activations to bf16 before an fp32 tile function (what a bf16 tile function does by itself).
+    rounding: of activations before both products: "none", "bf16" (what a bf16 tile function does by itself) or "fp8"
+    (`reference.round_fp8`); an int8 tile function rounds in its own way and takes "none" only.
     """
 
     cdef job template
@@ -325,7 +375,7 @@ cdef class ExpertLayer:
 
     def __cinit__(
         self, const uint8_t[:, ::1] bank, object layout, TileKernel kernel not None, str activation="silu",
-        float alpha=0.0, float limit=0.0, bint round_bf16=False,
+        float alpha=0.0, float limit=0.0, str rounding="none",
     ):
         cdef job *j = &self.template
         if bank.shape[0] < 1 or bank.shape[1] != layout.nbytes:
@@ -334,6 +384,10 @@ cdef class ExpertLayer:
             raise ValueError(f"{kernel!r} cannot read records of {layout.format.name}")
         if activation not in GATED:
             raise ValueError(f"unknown activation {activation!r}, expected one of {', '.join(GATED)}")
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"unknown rounding {rounding!r}, expected one of {', '.join(ROUNDINGS)}")
+        if rounding != "none" and kernel.act == "int8":
+            raise ValueError(f"{kernel!r} rounds activations to int8, not to {rounding}")
         memset(j, 0, sizeof(job))
         self.owner = bank
         self.n_experts = bank.shape[0]
@@ -342,8 +396,9 @@ cdef class ExpertLayer:
         j.record_bytes = bank.shape[1]
         j.block = layout.format.block
         j.line = layout.format.line_k
+        j.unit = max(j.block, <ptrdiff_t> FP8_GROUP) if rounding == "fp8" else j.block
         j.kernel = kernel.entry
-        j.round_bf16 = round_bf16
+        j.rounding = ROUNDINGS[rounding]
         j.activation = GATED[activation]
         j.alpha = alpha
         j.limit = limit
@@ -411,7 +466,7 @@ cdef class ExpertLayer:
     ) except -1:
         """Cut scratch into the job's buffers and sort the routes by expert (counting sort, stable)."""
         cdef size_t routes = tokens * k, experts = self.n_experts
-        cdef size_t rows_bytes = aligned(max(self.hidden, max(j.block, <ptrdiff_t> TILE)) * 4)
+        cdef size_t rows_bytes = aligned(max(self.hidden, max(j.unit, <ptrdiff_t> TILE)) * 4)
         cdef size_t sizes[8]
         cdef size_t total = 0
         cdef uint8_t *at

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from freetoken import formats
 from freetoken.formats import Matrix, fp8_block
+from freetoken.kernels import reference
 
 stock_fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
 for _name in ("Fp8Dequantize", "Fp8Quantize", "_dequantize_fp8_weight"):
@@ -27,8 +28,10 @@ def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, op._dequantize_one(weight, scales, output_dtype=torch.float32))
 
 
-def quantize(weight: torch.Tensor, scale_fmt: str = "float") -> tuple[torch.Tensor, torch.Tensor]:
-    config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt=scale_fmt)
+def quantize(
+    weight: torch.Tensor, scale_fmt: str = "float", block: tuple[int, int] = (128, 128)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    config = SimpleNamespace(weight_block_size=block, scale_fmt=scale_fmt)
     op = cast(Any, stock_fp8.Fp8Quantize(SimpleNamespace(quantization_config=config)))
     found = op._quantize_one("x.weight", weight)
     return found["x.weight"], found["x.weight_scale_inv"]
@@ -57,6 +60,14 @@ def test_ds_fp4_any_codes_and_scales() -> None:
     theirs = dequantize(torch.from_numpy(codes.view(np.int8)), torch.from_numpy(scales).view(torch.float8_e8m0fnu))
     ours = Matrix(formats.get("ds_fp4"), codes, scales)
     np.testing.assert_array_equal(ours.dequantize(), theirs.numpy())
+
+
+def test_activations_rounded_to_fp8() -> None:
+    """Rows in blocks of (1, 128) with ue8m0 scales are what DeepSeek-V4's activations become."""
+    values = weights(256, 2048)
+    codes, scales = quantize(values, "ue8m0", (1, 128))
+    theirs = codes.double().unflatten(-1, (-1, 128)) * scales.double()[..., None]
+    np.testing.assert_array_equal(reference.round_fp8(values.double().numpy()), theirs.flatten(-2).numpy())
 
 
 def test_fp8_block_quantize_bit_for_bit() -> None:

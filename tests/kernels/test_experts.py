@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 from numpy.typing import NDArray
 
@@ -25,13 +26,14 @@ from freetoken.formats.codes import bf16_to_fp32, fp32_to_bf16, pack_nibbles
 from freetoken.formats.record import Expert, RecordLayout
 from freetoken.kernels import _tile_nvfp4, reference
 from freetoken.kernels._experts import ExpertLayer, Scratch
-from freetoken.kernels._isa import TileKernel
+from freetoken.kernels._isa import ACTIVATIONS, TileKernel
 from tests.support.experts import (
     DEEPSEEK_V4,
     GPT_OSS,
     HALF,
     SILU,
     Activation,
+    act_of,
     check_close,
     kernel_params,
     make_bank,
@@ -39,18 +41,24 @@ from tests.support.experts import (
     run,
     run_layer_rounded,
     table,
+    way_params,
 )
 from tests.support.guard import guarded
 
 N_EXPERTS = 4
 
 
-def for_kernels(only: Callable[[Format], bool] = lambda fmt: True) -> pytest.MarkDecorator:
-    """Run a test with every tile function of the formats that `only` accepts."""
-    return pytest.mark.parametrize(("fmt", "kernel"), [param for param in kernel_params() if only(param.values[0])])
+def for_kernels(
+    only: Callable[[Format], bool] = lambda fmt: True, acts: tuple[str, ...] = ACTIVATIONS
+) -> pytest.MarkDecorator:
+    """Run a test with every tile function of these activation kinds, of the formats that `only` accepts."""
+    found = [param for param in kernel_params() if only(param.values[0]) and param.values[1].act in acts]
+    return pytest.mark.parametrize(("fmt", "kernel"), found)
 
 
 KERNELS = for_kernels()
+ROUNDABLE_KERNELS = for_kernels(acts=("fp32", "bf16"))
+WAYS = pytest.mark.parametrize(("fmt", "kernel", "rounding"), way_params())
 SCALED_KERNELS = for_kernels(lambda fmt: fmt.scale_dtype is not None)
 
 # (H, I): one block, tails of rows (not a multiple of 16), odd numbers of lines and blocks, widths of real models.
@@ -66,8 +74,11 @@ def shapes_of(fmt: Format) -> list[tuple[int, int]]:
     return [shape for shape in SHAPES if all(width % fmt.width_step == 0 for width in shape)]
 
 
-def small(fmt: Format) -> tuple[int, int]:
-    """(H, I) of about three and five blocks, more than one tile: odd in every way that the format allows."""
+def small(fmt: Format, rounding: str = "none") -> tuple[int, int]:
+    """(H, I) of about three and five blocks, more than one tile: odd in every way that the format allows. With fp8,
+    which rounds in groups of 128, of two groups and three, and a rest."""
+    if rounding == "fp8":
+        return {2: (262, 386), 16: (272, 400), 128: (300, 404)}.get(fmt.block, (288, 416))
     return {2: (38, 22), 16: (48, 80), 128: (300, 404)}.get(fmt.block, (3 * fmt.block, 5 * fmt.block))
 
 
@@ -126,11 +137,13 @@ def check_matches_reference(case: Case, out: NDArray[np.generic], act: str) -> N
 # --- every tile function, every shape ---------------------------------------------------------------------------------
 
 
-def shape_params() -> list[ParameterSet]:
+def shape_params(acts: tuple[str, ...] = ACTIVATIONS) -> list[ParameterSet]:
     """Tile functions with the shapes of their format and numbers of tokens: all for small shapes, two for large."""
     found = []
     for param in kernel_params():
         fmt, kernel = param.values
+        if kernel.act not in acts:
+            continue
         for shape in shapes_of(fmt):
             for n_tokens in (1, 2, 5, 33) if shape[0] * shape[1] < 10_000 else (1, 5):
                 name = f"{param.id}-{shape[0]}x{shape[1]}-{n_tokens}"
@@ -148,49 +161,79 @@ def test_matches_reference(
     check_matches_reference(case, out, kernel.act)
 
 
-@KERNELS
-def test_round_bf16_rounds_what_an_fp32_tile_sees(fmt: Format, kernel: TileKernel) -> None:
+@pytest.mark.parametrize(("fmt", "kernel", "shape", "n_tokens"), shape_params(("fp32", "bf16")))
+def test_fp8_activations_match_the_reference(
+    fmt: Format, kernel: TileKernel, shape: tuple[int, int], n_tokens: int
+) -> None:
+    case = make_case(fmt, shape, True, DEEPSEEK_V4, n_tokens)
+    out = run(kernel, case.layout, case.bank, case.x, *case.routes, DEEPSEEK_V4, rounding="fp8")
+    check_matches_reference(case, out, "fp8")
+
+
+@ROUNDABLE_KERNELS
+def test_rounding_to_bf16_before_any_tile(fmt: Format, kernel: TileKernel) -> None:
     case = make_case(fmt, small(fmt), True, SILU, 5)
-    out = run(kernel, case.layout, case.bank, case.x, *case.routes, SILU, round_bf16=True)
-    check_matches_reference(case, out, "bf16" if kernel.act == "fp32" else kernel.act)
+    out = run(kernel, case.layout, case.bank, case.x, *case.routes, SILU, rounding="bf16")
+    check_matches_reference(case, out, "bf16")
 
 
 @pytest.mark.parametrize("how", [GPT_OSS, DEEPSEEK_V4], ids=["gpt-oss", "deepseek-v4"])
-@KERNELS
-def test_clamps(fmt: Format, kernel: TileKernel, how: Activation) -> None:
+@WAYS
+def test_clamps(fmt: Format, kernel: TileKernel, rounding: str, how: Activation) -> None:
     """Inputs so large that gate and up pass the limit on every side that has one."""
-    case = make_case(fmt, small(fmt), True, how, 5)
+    case = make_case(fmt, small(fmt, rounding), True, how, 5)
     x, routes = 20 * case.x, case.routes
     expert = case.layout.unpack(case.bank[routes[0][0, 0]])
     for matrix, sides in ((expert.gate, (1,)), (expert.up, (-1, 1))):
         assert all((side * (x[:1] @ matrix.dequantize().T) > 1.5 * how.limit).any() for side in sides)
-    out = run(kernel, case.layout, case.bank, x, *routes, how)
-    wanted, slack = run_layer_rounded(kernel.act, case.bank, case.layout, x, *routes, how)
+    out = run(kernel, case.layout, case.bank, x, *routes, how, rounding=rounding)
+    wanted, slack = run_layer_rounded(act_of(kernel, rounding), case.bank, case.layout, x, *routes, how)
     check_close(out, wanted, reference.ERROR_BOUND["fp32"], slack)
 
 
 @pytest.mark.parametrize("how", [SILU, DEEPSEEK_V4], ids=["silu", "deepseek-v4"])
-@KERNELS
+@WAYS
 @pytest.mark.parametrize("value", [np.nan, -np.nan])
-def test_a_nan_passes_activations(fmt: Format, kernel: TileKernel, value: float, how: Activation) -> None:
-    case = make_case(fmt, small(fmt), False, how, 2)
+def test_a_nan_passes_activations(
+    fmt: Format, kernel: TileKernel, rounding: str, value: float, how: Activation
+) -> None:
+    case = make_case(fmt, small(fmt, rounding), False, how, 2)
     x = case.x.copy()
     x[1] = value
-    out = run(kernel, case.layout, case.bank, x, *case.routes, how)
+    out = run(kernel, case.layout, case.bank, x, *case.routes, how, rounding=rounding)
     assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
 
 
-@KERNELS
+@WAYS
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
-def test_what_is_no_number_is_not_hidden(fmt: Format, kernel: TileKernel, value: float) -> None:
+def test_what_is_no_number_is_not_hidden(fmt: Format, kernel: TileKernel, rounding: str, value: float) -> None:
     """A token with a NaN or an infinity gives no numbers; the others do not notice."""
-    case = make_case(fmt, small(fmt), False, SILU, 5)
+    case = make_case(fmt, small(fmt, rounding), False, SILU, 5)
     x = case.x.copy()
     x[2, fmt.block + 1] = value
-    out = run(kernel, case.layout, case.bank, x, *case.routes)
+    out = run(kernel, case.layout, case.bank, x, *case.routes, rounding=rounding)
     assert not np.isfinite(out[2]).any()
+    assert rounding == "none" or np.isnan(out[2]).all()
     others = [0, 1, 3, 4]
-    np.testing.assert_array_equal(out[others], run(kernel, case.layout, case.bank, case.x, *case.routes)[others])
+    np.testing.assert_array_equal(
+        out[others], run(kernel, case.layout, case.bank, case.x, *case.routes, rounding=rounding)[others]
+    )
+
+
+@ROUNDABLE_KERNELS
+def test_an_infinity_becomes_nan_in_fp8(fmt: Format, kernel: TileKernel) -> None:
+    """With weights that are all positive it would stay an infinity: no difference or product with zero hides it."""
+    width = 2 * max(16, fmt.block)
+    layout = RecordLayout(fmt, width, width)
+    ones = fmt.quantize(np.ones((width, width), np.float32))
+    bank = np.empty((1, layout.nbytes), np.uint8)
+    layout.pack(Expert(ones, ones, ones), bank[0])
+    x = np.ones((2, width), np.float32)
+    x[0, 3] = np.inf
+    routes = np.zeros((2, 1), np.int32), np.ones((2, 1), np.float32)
+    assert np.isposinf(run(kernel, layout, bank, x, *routes)[0]).all()
+    out = run(kernel, layout, bank, x, *routes, rounding="fp8")
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
 
 
 @pytest.mark.parametrize("divides", [False, True])
@@ -224,62 +267,66 @@ def awkward_routes(n_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.float32
     return ids, weights
 
 
-@KERNELS
-def test_same_bits_for_any_number_of_threads(fmt: Format, kernel: TileKernel) -> None:
-    case = make_case(fmt, small(fmt), True, SILU, 7)
+@WAYS
+def test_same_bits_for_any_number_of_threads(fmt: Format, kernel: TileKernel, rounding: str) -> None:
+    case = make_case(fmt, small(fmt, rounding), True, SILU, 7)
     routes, scratch = awkward_routes(7), Scratch()
-    alone = run(kernel, case.layout, case.bank, case.x, *routes, n_threads=1)
+    alone = run(kernel, case.layout, case.bank, case.x, *routes, n_threads=1, rounding=rounding)
     for n_threads in (2, 3, 5, 8):
-        out = run(kernel, case.layout, case.bank, case.x, *routes, n_threads=n_threads, scratch=scratch)
+        out = run(
+            kernel, case.layout, case.bank, case.x, *routes, n_threads=n_threads, scratch=scratch, rounding=rounding
+        )
         np.testing.assert_array_equal(out, alone, err_msg=f"{n_threads} threads")
 
 
-@KERNELS
-def test_same_bits_alone_and_in_a_batch(fmt: Format, kernel: TileKernel) -> None:
-    case = make_case(fmt, small(fmt), True, SILU, 7)
+@WAYS
+def test_same_bits_alone_and_in_a_batch(fmt: Format, kernel: TileKernel, rounding: str) -> None:
+    case = make_case(fmt, small(fmt, rounding), True, SILU, 7)
     ids, weights = awkward_routes(7)
     scratch = Scratch()
-    batch = run(kernel, case.layout, case.bank, case.x, ids, weights, scratch=scratch)
+    batch = run(kernel, case.layout, case.bank, case.x, ids, weights, scratch=scratch, rounding=rounding)
     for b in range(7):
         part = slice(b, b + 1)
-        alone = run(kernel, case.layout, case.bank, case.x[part], ids[part], weights[part], scratch=scratch)
+        alone = run(
+            kernel, case.layout, case.bank, case.x[part], ids[part], weights[part], scratch=scratch, rounding=rounding
+        )
         np.testing.assert_array_equal(alone, batch[part])
 
 
-@KERNELS
-def test_routes_to_nowhere_and_twice_to_one_expert(fmt: Format, kernel: TileKernel) -> None:
-    case = make_case(fmt, small(fmt), True, SILU, 7)
+@WAYS
+def test_routes_to_nowhere_and_twice_to_one_expert(fmt: Format, kernel: TileKernel, rounding: str) -> None:
+    case = make_case(fmt, small(fmt, rounding), True, SILU, 7)
     ids, weights = awkward_routes(7)
-    out = run(kernel, case.layout, case.bank, case.x, ids, weights)
-    wanted, slack = run_layer_rounded(kernel.act, case.bank, case.layout, case.x, ids, weights, SILU)
+    out = run(kernel, case.layout, case.bank, case.x, ids, weights, rounding=rounding)
+    wanted, slack = run_layer_rounded(act_of(kernel, rounding), case.bank, case.layout, case.x, ids, weights, SILU)
     check_close(out, wanted, reference.ERROR_BOUND["fp32"], slack)
     np.testing.assert_array_equal(out[-1], np.zeros_like(out[-1]))
 
 
-@KERNELS
-def test_no_routes_at_all(fmt: Format, kernel: TileKernel) -> None:
-    case = make_case(fmt, small(fmt), True, SILU, 2)
+@WAYS
+def test_no_routes_at_all(fmt: Format, kernel: TileKernel, rounding: str) -> None:
+    case = make_case(fmt, small(fmt, rounding), True, SILU, 2)
     none = np.empty((2, 0), np.int32), np.empty((2, 0), np.float32)
-    assert not run(kernel, case.layout, case.bank, case.x, *none).any()
+    assert not run(kernel, case.layout, case.bank, case.x, *none, rounding=rounding).any()
     empty = np.empty((0, 2), np.int32), np.empty((0, 2), np.float32)
-    assert run(kernel, case.layout, case.bank, case.x[:0], *empty).shape == (0, case.layout.hidden)
+    assert run(kernel, case.layout, case.bank, case.x[:0], *empty, rounding=rounding).shape == (0, case.layout.hidden)
 
 
-@KERNELS
-def test_bf16_in_and_out(fmt: Format, kernel: TileKernel) -> None:
+@WAYS
+def test_bf16_in_and_out(fmt: Format, kernel: TileKernel, rounding: str) -> None:
     """uint16 arrays hold bf16 bits: the same arithmetic as on the widened input, rounded once at the end."""
-    case = make_case(fmt, small(fmt), True, SILU, 5)
+    case = make_case(fmt, small(fmt, rounding), True, SILU, 5)
     x = fp32_to_bf16(case.x)
-    wide = run(kernel, case.layout, case.bank, bf16_to_fp32(x), *case.routes)
-    out = run(kernel, case.layout, case.bank, x, *case.routes)
+    wide = run(kernel, case.layout, case.bank, bf16_to_fp32(x), *case.routes, rounding=rounding)
+    out = run(kernel, case.layout, case.bank, x, *case.routes, rounding=rounding)
     assert out.dtype == np.uint16
     np.testing.assert_array_equal(out, fp32_to_bf16(wide))
 
 
-@KERNELS
-def test_zero_activations_give_exact_zeros(fmt: Format, kernel: TileKernel) -> None:
-    case = make_case(fmt, small(fmt), False, SILU, 2)
-    assert not run(kernel, case.layout, case.bank, np.zeros_like(case.x), *case.routes).any()
+@WAYS
+def test_zero_activations_give_exact_zeros(fmt: Format, kernel: TileKernel, rounding: str) -> None:
+    case = make_case(fmt, small(fmt, rounding), False, SILU, 2)
+    assert not run(kernel, case.layout, case.bank, np.zeros_like(case.x), *case.routes, rounding=rounding).any()
 
 
 # --- edge codes -------------------------------------------------------------------------------------------------------
@@ -328,6 +375,64 @@ def run_down(kernel: TileKernel, down: Matrix, exponent: int) -> tuple[NDArray[n
     wanted = reference.run_layer(bank, layout, x, *routes, HALF.activation, HALF.alpha, HALF.limit)
     np.testing.assert_array_equal(wanted[0], layout.format.dequantize64(down) @ x[0, :inner].astype(np.float64) / 2)
     return out[0], wanted[0]
+
+
+def stock_fp8(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(..., K) through DeepSeek's act_quant with scale_fmt ue8m0, in torch, with torch's cast to e4m3."""
+    width = x.shape[-1]
+    groups = torch.nn.functional.pad(torch.from_numpy(x), (0, -width % 128)).unflatten(-1, (-1, 128))
+    ratio = groups.abs().amax(-1, keepdim=True).clamp(min=1e-4) * torch.tensor(1 / 448)
+    scale = torch.exp2(torch.ceil(torch.log2(ratio.double()))).float()
+    codes = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).flatten(-2)[..., :width].numpy()
+
+
+def wide(rng: np.random.Generator, width: int) -> NDArray[np.float64]:
+    """(width,) of all sizes below the first of each 128: a scale of fewer values would keep more of the small ones."""
+    values = rng.standard_normal(width) * np.exp2(rng.integers(-18, -6, width))
+    values[::128] = 1.5 + rng.random(len(values[::128]))
+    return values
+
+
+def fp8_inputs(width: int) -> NDArray[np.float32]:
+    """(B, width): from below the floor of the scale to 2**100; largest magnitudes at a scale's edge and next to it,
+    with steps and ties of e4m3 below, subnormals too; zeros of both signs; a group of zeros.
+    """
+    rng = np.random.default_rng(2)
+    rows = [np.ldexp(wide(rng, width), e) for e in (-100, -40, -24, -20, -16, -14, -7, 0, 3, 100)]
+    steps = np.concatenate([np.arange(16, 32) * 2.0**e for e in (-10, -9, 0, 3)] + [np.arange(18) / 1024])
+    for edge in (
+        448,
+        np.nextafter(np.float32(448), np.float32(0)),
+        np.nextafter(np.float32(448), np.float32(999)),
+        256,
+    ):
+        for e in (-20, 0, 11):
+            row = np.resize(np.concatenate([steps, -steps, [0.0, -0.0]]), width)
+            row[::128] = edge
+            rows.append(np.ldexp(row, e))
+    rows[7][:128] = 0
+    return np.stack(rows).astype(np.float32)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3, 5])
+@ROUNDABLE_KERNELS
+def test_fp8_rounds_to_the_bit_as_deepseek_does(fmt: Format, kernel: TileKernel, n_threads: int) -> None:
+    """Gate and down are the identity and the activation halves: the output is x, rounded, moved by the bias of gate,
+    halved and rounded again. Expert 0 has no bias, which would hide what is tiny.
+    """
+    width = {2: 346, 16: 352, 128: 348}.get(fmt.block, 352)
+    layout = RecordLayout(fmt, width, width, True)
+    same, nothing = identity(fmt, width, width), fmt.quantize(np.zeros((width, width), np.float32))
+    zeros = np.zeros(width, np.float32)
+    biases = np.stack([zeros, wide(np.random.default_rng(4), width).astype(np.float32)])
+    bank = np.empty((2, layout.nbytes), np.uint8)
+    for record, bias in zip(bank, biases, strict=True):
+        layout.pack(Expert(same, nothing, same, bias, zeros, zeros), record)
+    x = np.repeat(fp8_inputs(width), 2, axis=0)
+    ids = np.arange(len(x), dtype=np.int32)[:, None] % 2
+    out = run(kernel, layout, bank, x, ids, np.ones_like(ids, np.float32), HALF, n_threads=n_threads, rounding="fp8")
+    np.testing.assert_array_equal(out, stock_fp8((stock_fp8(x) + biases[ids[:, 0]]) / 2))
 
 
 def random_nibbles(n: int, k: int) -> NDArray[np.uint8]:
@@ -473,19 +578,19 @@ class EndingLayout(RecordLayout):
 
 def guard_params() -> list[ParameterSet]:
     found = []
-    for param in kernel_params():
-        fmt, kernel = param.values
-        for shape in ((fmt.block, fmt.block), (10, 18), (6, 88), (4, 88), small(fmt)):
+    for param in way_params():
+        fmt, kernel, rounding = param.values
+        for shape in ((fmt.block, fmt.block), (10, 18), (6, 88), (4, 88), small(fmt, rounding)):
             if not any(width % fmt.width_step for width in shape):
                 name = f"{param.id}-{shape[0]}x{shape[1]}"
-                found.append(pytest.param(fmt, kernel, shape, id=name, marks=param.marks))
+                found.append(pytest.param(fmt, kernel, rounding, shape, id=name, marks=param.marks))
     return found
 
 
 @pytest.mark.parametrize("last", ["gate_up", "down", "down_bias"])
-@pytest.mark.parametrize(("fmt", "kernel", "shape"), guard_params())
+@pytest.mark.parametrize(("fmt", "kernel", "rounding", "shape"), guard_params())
 def test_reads_and_writes_nothing_past_the_end(
-    fmt: Format, kernel: TileKernel, shape: tuple[int, int], last: str
+    fmt: Format, kernel: TileKernel, rounding: str, shape: tuple[int, int], last: str
 ) -> None:
     """An access past the end of any argument kills the process (prefetches may pass it)."""
     layout = EndingLayout(fmt, *shape, bias=True, last=last)
@@ -495,9 +600,9 @@ def test_reads_and_writes_nothing_past_the_end(
         x = np.random.default_rng(0).standard_normal((n_tokens, shape[0])).astype(np.float32)
         given = x if dtype == np.float32 else fp32_to_bf16(x)
         out = guarded(np.empty_like(given))
-        run(kernel, layout, bank, guarded(given), guarded(ids), guarded(weights), GPT_OSS, out=out)
+        run(kernel, layout, bank, guarded(given), guarded(ids), guarded(weights), GPT_OSS, out=out, rounding=rounding)
         seen = x if dtype == np.float32 else bf16_to_fp32(given)
-        wanted, slack = run_layer_rounded(kernel.act, bank, layout, seen, ids, weights, GPT_OSS)
+        wanted, slack = run_layer_rounded(act_of(kernel, rounding), bank, layout, seen, ids, weights, GPT_OSS)
         if dtype == np.float32:
             check_close(out, wanted, reference.ERROR_BOUND["fp32"], slack)
         else:
@@ -528,6 +633,19 @@ def test_refuses_an_unknown_activation(plain: Case) -> None:
         ValueError, match="unknown activation 'gelu', expected one of silu, silu_limited, swiglu_clamped"
     ):
         ExpertLayer(plain.bank, plain.layout, scalar(plain), "gelu")
+
+
+def test_refuses_an_unknown_rounding(plain: Case) -> None:
+    with pytest.raises(ValueError, match="unknown rounding 'fp4', expected one of none, bf16, fp8"):
+        ExpertLayer(plain.bank, plain.layout, scalar(plain), rounding="fp4")
+
+
+@pytest.mark.parametrize("rounding", ["bf16", "fp8"])
+def test_refuses_to_round_before_an_int8_tile(rounding: str) -> None:
+    layout = RecordLayout(formats.get("mxfp4"), 32, 32)
+    kernel = next(kernel for kernel in table(layout.format) if kernel.act == "int8")
+    with pytest.raises(ValueError, match=f"rounds activations to int8, not to {rounding}"):
+        ExpertLayer(bank_of(layout), layout, kernel, rounding=rounding)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,30 @@ def test_layer_takes_bf16_bits() -> None:
     np.testing.assert_array_equal(out, reference.run_layer(bank, layout, bf16_to_fp32(bits), *routes))
 
 
+def test_rounding_meets_x_and_the_hidden_values() -> None:
+    expert, x = make_expert(formats.get("bf16"), HIDDEN, INNER), inputs(5)
+    gate, up, down = (m.format.dequantize64(m).T for m in (expert.gate, expert.up, expert.down))
+    for rounding, to in (("none", np.asarray), ("bf16", reference.round_bf16), ("fp8", reference.round_fp8)):
+        hidden = reference.activate(to(x) @ gate, to(x) @ up, "silu", 0, 0)
+        np.testing.assert_array_equal(reference.run_expert(expert, x, rounding=rounding), to(hidden) @ down)
+
+
+def test_round_fp8() -> None:
+    """One group by hand, then what is not a number, a short last group and no rows."""
+    values = np.zeros((3, 130))
+    values[0, :9] = [448, 17, 19, -21.5, 2.0**-9, 1.5 * 2.0**-9, 2.0**-10, 2.0**-6 + 2.0**-10, -1000 * 2.0**-20]
+    values[0, 128:] = [1e-5, 2.0**-33]
+    values[1, [3, 129]] = [np.nan, 1]
+    values[2, [3, 129]] = [1, -np.inf]
+    out = reference.round_fp8(values)
+    # 2.0**-10 and 1.5 * 2.0**-9 are ties between subnormals; the floor of 1e-4 makes the last group's scale 2**-22
+    np.testing.assert_array_equal(out[0, :9], [448, 16, 20, -22, 2.0**-9, 2.0**-8, 0, 2.0**-6, 0])
+    np.testing.assert_array_equal(out[0, 128:], [5 * 2.0**-19, 0])
+    assert np.isnan(out[1, :128]).all() and out[1, 129] == 1
+    assert out[2, 3] == 1 and np.isnan(out[2, 128:]).all()
+    assert reference.round_fp8(np.zeros((0, 130))).shape == (0, 130)
+
+
 def test_round_bf16() -> None:
     values = np.array([1.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, -3.0e38])
     wanted = torch.from_numpy(values).float().bfloat16().double().numpy()

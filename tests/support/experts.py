@@ -57,6 +57,21 @@ def kernel_params() -> list[ParameterSet]:
     return found
 
 
+def way_params() -> list[ParameterSet]:
+    """(format, tile function, rounding): each as it is and, but for int8, with activations rounded to fp8."""
+    found = []
+    for param in kernel_params():
+        found.append(pytest.param(*param.values, "none", id=param.id, marks=param.marks))
+        if param.values[1].act != "int8":
+            found.append(pytest.param(*param.values, "fp8", id=f"{param.id}-fp8", marks=param.marks))
+    return found
+
+
+def act_of(kernel: TileKernel, rounding: str) -> str:
+    """The precision of activations in force."""
+    return kernel.act if rounding == "none" else rounding
+
+
 def make_expert(fmt: Format, hidden: int, intermediate: int, *, bias: bool = False, seed: int = 0) -> Expert:
     """An expert of gaussian weights whose outputs are of the size of its inputs."""
     rng = np.random.default_rng([seed, hidden, intermediate])
@@ -105,12 +120,12 @@ def run(
     how: Activation = SILU,
     *,
     n_threads: int = 2,
-    round_bf16: bool = False,
+    rounding: str = "none",
     out: NDArray[np.generic] | None = None,
     scratch: Scratch | None = None,
 ) -> NDArray[np.generic]:
     """One call of the kernel; the output starts as 0xff bytes (NaN), so what is not written is seen."""
-    layer = ExpertLayer(bank, layout, kernel, how.activation, how.alpha, how.limit, round_bf16)
+    layer = ExpertLayer(bank, layout, kernel, how.activation, how.alpha, how.limit, rounding)
     if out is None:
         out = np.empty_like(x)
     out.view(np.uint8)[...] = 0xFF
@@ -126,6 +141,11 @@ def round_like(act: str, values: NDArray[np.float64], block: int) -> tuple[NDArr
     if act == "bf16":
         low, high = reference.round_bf16(values - doubt), reference.round_bf16(values + doubt)
         return reference.round_bf16(values), high - low
+    if act == "fp8":  # magnitudes grow and shrink together: a group's scale may be in doubt, too
+        away = doubt * np.sign(values)
+        return reference.round_fp8(values), np.abs(
+            reference.round_fp8(values + away) - reference.round_fp8(values - away)
+        )
     blocks = values.reshape(*values.shape[:-1], -1, block)
     top = np.abs(blocks).max(axis=-1, keepdims=True)
     step = np.where(top > 1e-30, top / 127, 0.0)
@@ -173,6 +193,8 @@ def round_like_fp32(act: str, x: NDArray[np.float32], block: int) -> NDArray[np.
         return x
     if act == "bf16":
         return bf16_to_fp32(fp32_to_bf16(x))
+    if act == "fp8":
+        return reference.round_fp8(x.astype(np.float64)).astype(np.float32)
     blocks = x.reshape(len(x), -1, block)
     top = np.abs(blocks).max(axis=-1, keepdims=True)
     positive = top > 1e-30

@@ -1,12 +1,23 @@
 """The exception tree: every error the library raises on purpose derives from `FreeTokenError`.
 
 Each class is also a builtin, so callers may catch either. Facts are attributes; the message names what was
-found, what was expected and the next step.
+found, what was expected and the next step, in one printable line.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+_MAX_MESSAGE = 2000
+
+
+def _one_line(message: str) -> str:
+    """Printable, and of bounded length: a message quotes names from files, which may hold anything."""
+    if not message.isprintable():
+        message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[: _MAX_MESSAGE - 500]} ... {message[-490:]}"
+    return message
 
 
 def _rebuild(cls: type[FreeTokenError], message: str, facts: dict[str, Any]) -> FreeTokenError:
@@ -17,7 +28,7 @@ class FreeTokenError(Exception):
     """Base class. Keyword facts become attributes and survive pickling across processes."""
 
     def __init__(self, message: str, **facts: Any) -> None:
-        super().__init__(message)
+        super().__init__(_one_line(message))
         self.facts = facts
         for name, value in facts.items():
             setattr(self, name, value)

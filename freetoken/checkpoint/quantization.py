@@ -7,12 +7,13 @@ hf_quant_config.json, one for all or one per module). Anything else is refused b
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from reprlib import repr as shown
 from typing import Any
 
+from freetoken.checkpoint.patterns import match_any, plain_name
 from freetoken.checkpoint.safetensors import Checkpoint
 from freetoken.errors import CheckpointError
 from freetoken.formats.base import ScaleBlock
@@ -54,8 +55,8 @@ class Quantization:
     """Declared quantization. method: "none", "mxfp4", "fp8", "compressed-tensors" or "modelopt".
 
     groups: patterns of modules and the scheme they have, the first that matches counts; "Linear" is every other module.
-    ignored: patterns of modules that are not quantized. A pattern is a name, the end of one, a shell pattern, or "re:"
-    and a regular expression. named: modules whose scheme is given by their full name; no other is quantized then.
+    ignored: patterns of modules that are not quantized. named: modules whose scheme is given by their full name; no
+    other is quantized then.
     """
 
     method: str
@@ -82,15 +83,15 @@ class Quantization:
         if self.ignores(module):
             return (PLAIN,)
         if self.named:
-            return (self.named.get(_plain_name(module), PLAIN),)
+            return (self.named.get(plain_name(module), PLAIN),)
         for patterns, scheme in self.groups:
-            if any(_matches(pattern, module) for pattern in patterns if pattern != _EVERY):
+            if match_any((pattern for pattern in patterns if pattern != _EVERY), module):
                 return (scheme,)
         return tuple(scheme for patterns, scheme in self.groups if _EVERY in patterns) or (PLAIN,)
 
     def ignores(self, module: str) -> bool:
         """Whether the config says that this module is left unquantized."""
-        return any(_matches(pattern, module) for pattern in self.ignored)
+        return match_any(self.ignored, module)
 
     def __str__(self) -> str:
         return self.method if self.method == "none" else f"{self.method} ({', '.join(self.formats)})"
@@ -118,13 +119,15 @@ def declared(checkpoint: Checkpoint) -> Quantization:
         return _from_compressed_tensors(checkpoint, section)
     if method == "modelopt":
         return _from_modelopt(checkpoint, section, section.get("ignore"), "config.json")
-    raise _error(checkpoint, "config.json", f"quant_method {method!r} is not supported; supported: {_SUPPORTED}")
+    raise _error(checkpoint, "config.json", f"quant_method {shown(method)} is not supported; supported: {_SUPPORTED}")
 
 
 def _from_fp8(checkpoint: Checkpoint, section: Mapping[str, Any]) -> Quantization:
     written = section.get("fmt")
     if written not in (None, "e4m3"):
-        raise _error(checkpoint, "config.json", f"fp8 has fmt {written!r}, which is not supported; supported: e4m3")
+        raise _error(
+            checkpoint, "config.json", f"fp8 has fmt {shown(written)}, which is not supported; supported: e4m3"
+        )
     block = section.get("weight_block_size")
     scheme = Scheme("fp8_block", _PER_TENSOR if block is None else _block(checkpoint, block, "weight_block_size"))
     groups = for_all(scheme)
@@ -132,7 +135,8 @@ def _from_fp8(checkpoint: Checkpoint, section: Mapping[str, Any]) -> Quantizatio
     if expert_dtype == "fp4":
         groups = ((("*.experts.*",), Scheme("ds_fp4")), *groups)
     elif expert_dtype not in (None, "fp8"):
-        raise _error(checkpoint, "config.json", f"expert_dtype {expert_dtype!r} is not supported; supported: fp4, fp8")
+        found = shown(expert_dtype)
+        raise _error(checkpoint, "config.json", f"expert_dtype {found} is not supported; supported: fp4, fp8")
     return Quantization("fp8", groups, _names(section.get("modules_to_not_convert")))
 
 
@@ -147,7 +151,7 @@ def _from_compressed_tensors(checkpoint: Checkpoint, section: Mapping[str, Any])
             raise _error(
                 checkpoint,
                 "config.json",
-                f"{name} has compressed-tensors format {written!r}, which is not supported; supported: "
+                f"{name} has compressed-tensors format {shown(written)}, which is not supported; supported: "
                 + ", ".join(_COMPRESSED_TENSORS),
             )
         fmt = _COMPRESSED_TENSORS[written]
@@ -165,14 +169,14 @@ def _targets(value: Any) -> tuple[str, ...]:
 def _block_of_group(checkpoint: Checkpoint, name: str, weights: Any) -> ScaleBlock:
     """What shares a scale: the whole matrix, a row, a part of a row, or a block."""
     weights = weights if isinstance(weights, dict) else {}
-    kind = f"{weights.get('type')}{weights.get('num_bits')}"
+    kind = "".join(v if isinstance(v, str) else shown(v) for v in (weights.get("type"), weights.get("num_bits")))
     strategy = weights.get("strategy")
     if kind != "float8" or strategy not in ("tensor", "channel", "group", "block"):
         raise _error(
             checkpoint,
             "config.json",
-            f"{name} has weights of {kind} with strategy {strategy!r}, which is not supported; supported: float8 with "
-            "strategy tensor, channel, group or block",
+            f"{name} has weights of {kind} with strategy {shown(strategy)}, which is not supported; supported: float8 "
+            "with strategy tensor, channel, group or block",
         )
     if strategy in ("tensor", "channel"):
         return _PER_TENSOR if strategy == "tensor" else _PER_ROW
@@ -184,7 +188,7 @@ def _block_of_group(checkpoint: Checkpoint, name: str, weights: Any) -> ScaleBlo
 def _block(checkpoint: Checkpoint, value: Any, what: str) -> ScaleBlock:
     if isinstance(value, list) and len(value) == 2 and all(type(v) is int and 0 < v <= _LARGEST_BLOCK for v in value):
         return value[0], value[1]
-    raise _error(checkpoint, "config.json", f"{what} is {value!r}, expected two positive numbers: rows, columns")
+    raise _error(checkpoint, "config.json", f"{what} is {shown(value)}, expected two positive numbers: rows, columns")
 
 
 def _from_sidecar(checkpoint: Checkpoint) -> Quantization:
@@ -202,7 +206,7 @@ def _from_modelopt(checkpoint: Checkpoint, section: Mapping[str, Any], ignored: 
         return Quantization("none", for_all(PLAIN), source=source)
     if algorithm == "MIXED_PRECISION" and isinstance(layers, dict) and layers:
         named = {
-            _plain_name(module): _modelopt_scheme(checkpoint, source, layer, f"{module}: ")
+            plain_name(module): _modelopt_scheme(checkpoint, source, layer, f"{module}: ")
             for module, layer in layers.items()
         }
         return Quantization("modelopt", (), _names(ignored), source, named)
@@ -213,7 +217,9 @@ def _modelopt_scheme(checkpoint: Checkpoint, source: str, section: Any, where: s
     algorithm = section.get("quant_algo") if isinstance(section, dict) else section
     if not isinstance(algorithm, str) or algorithm not in _MODELOPT:
         raise _error(
-            checkpoint, source, f"{where}quant_algo {algorithm!r} is not supported; supported: {', '.join(_MODELOPT)}"
+            checkpoint,
+            source,
+            f"{where}quant_algo {shown(algorithm)} is not supported; supported: {', '.join(_MODELOPT)}",
         )
     return _MODELOPT[algorithm]
 
@@ -225,29 +231,6 @@ def for_all(*schemes: Scheme) -> tuple[tuple[tuple[str, ...], Scheme], ...]:
 
 def _names(value: Any) -> tuple[str, ...]:
     return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list) else ()
-
-
-def _matches(pattern: str, module: str) -> bool:
-    """Tools differ in what they call the models around the layers, so names are also compared without them."""
-    plain = _plain_name(module)
-    if pattern.startswith("re:"):
-        try:
-            return any(re.match(pattern[3:], name) is not None for name in (module, plain, f"model.{plain}"))
-        except re.error:
-            return False
-    wanted = _plain_name(pattern)
-    return (
-        plain == wanted
-        or plain.startswith(wanted + ".")
-        or plain.endswith("." + wanted)
-        or fnmatch.fnmatchcase(module, pattern)
-        or fnmatch.fnmatchcase(plain, wanted)
-    )
-
-
-def _plain_name(module: str) -> str:
-    """Without the names of the models around the layers: model.language_model.layers.0 is layers.0."""
-    return ".".join(part for part in module.split(".") if part not in ("model", "language_model"))
 
 
 def _error(checkpoint: Checkpoint, source: str, what: str) -> CheckpointError:

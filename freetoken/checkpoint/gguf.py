@@ -19,7 +19,7 @@ from reprlib import repr as shown
 from typing import Any, BinaryIO, NamedTuple
 
 from freetoken.checkpoint.gguf_config import config_of
-from freetoken.checkpoint.safetensors import Checkpoint, TensorInfo, check_overlap
+from freetoken.checkpoint.safetensors import Checkpoint, TensorInfo, check_overlap, open_file
 from freetoken.errors import CheckpointError, UnsupportedError
 
 _MAX_HEADER = 100_000_000  # as for safetensors; the vocabularies of 2026 take 10 MB
@@ -112,11 +112,8 @@ def read_token(checkpoint: GgufCheckpoint, token: int) -> str | None:
 
 @contextlib.contextmanager
 def _open(file: Path) -> Iterator[_Cursor]:
-    try:
-        with file.open("rb") as stream:
-            yield _Cursor(file, stream, file.stat().st_size)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", file=str(file)) from error
+    with open_file(file) as (stream, size):
+        yield _Cursor(file, stream, size)
 
 
 def gguf_package() -> Any:

@@ -73,9 +73,10 @@ def inspect(path: str | os.PathLike[str], fmt: Format | None = None) -> Inspecti
     the answer.
     """
     checkpoint = open_any(path)
+    family = checkpoint.text_config.get("model_type")
     known: dict[str, Any] = {
         "path": str(path),
-        "family": str(checkpoint.text_config.get("model_type", "unknown")),
+        "family": family if isinstance(family, str) and family.isprintable() else "unknown",
         "tensors": len(checkpoint.tensors),
         "file_bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
     }

@@ -6,13 +6,16 @@ returned, because NumPy knows neither bf16 nor fp8; formats say what they mean.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from reprlib import repr as shown
+from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +43,9 @@ DTYPES: dict[str, Any] = {
 }
 """safetensors dtype -> the NumPy type of its bits."""
 
-_MAX_HEADER = 100_000_000  # the format's own limit
+_MAX_HEADER = 100_000_000  # the format's own limit; the index of 130,000 tensors takes 13 MB
+_MAX_NAME = 1024  # as for GGUF
+_MAX_DIMS = 8  # those of experts have 4 at most; NumPy allows 64 and fails at more
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -110,26 +115,22 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         )
     config = _read_json(folder / "config.json")
     sidecar_file = folder / "hf_quant_config.json"
-    sidecar = _read_json(sidecar_file) if sidecar_file.exists() else None
+    sidecar = _read_json(sidecar_file) if os.path.exists(sidecar_file) else None
     return Checkpoint(folder, config, sidecar, _find_tensors(folder))
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """All tensors of one safetensors file, every claim of its header checked against the file."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            head = stream.read(8)
-            length = int.from_bytes(head, "little")
-            if len(head) < 8 or length > min(size - 8, _MAX_HEADER):
-                raise CheckpointError(
-                    f"{file} is truncated or not safetensors: its header claims {length} bytes, the file has {size}; "
-                    "download it again",
-                    file=str(file),
-                )
-            raw = stream.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", file=str(file)) from error
+    with open_file(file) as (stream, size):
+        head = stream.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > min(size - 8, _MAX_HEADER):
+            raise CheckpointError(
+                f"{file} is truncated or not safetensors: its header claims {length} bytes, the file has {size}; "
+                "download it again",
+                file=str(file),
+            )
+        raw = stream.read(length)
     header = _parse_json(raw, file)
     data_start = 8 + length
     tensors = {
@@ -141,19 +142,37 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+@contextlib.contextmanager
+def open_file(file: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """A file, for reading, and its size; raises `CheckpointError` when it cannot be read.
+
+    Pipes and devices are refused: opening one may wait for ever, and reading one need not end.
+    """
+    try:
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{file} cannot be read: it is a pipe or a device, not a file", file=str(file))
+            yield stream, status.st_size
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", file=str(file)) from error
+
+
 def _check_entry(file: Path, name: str, entry: Any, data_start: int, size: int) -> TensorInfo:
     def bad(what: str) -> CheckpointError:
         return CheckpointError(f"{file}: tensor {name!r} {what}", file=str(file), tensor=name)
 
+    if len(name) > _MAX_NAME:
+        raise bad(f"has a name of {len(name)} characters; at most {_MAX_NAME} are allowed")
     if not isinstance(entry, dict):
         raise bad("has no description in the header")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise bad(f"has dtype {dtype!r}, which this version does not know")
-    if not _are_sizes(shape):
-        raise bad(f"has shape {shape!r}; a list of sizes is expected")
+        raise bad(f"has dtype {shown(dtype)}, which this version does not know")
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
+        raise bad(f"has shape {shown(shape)}; a list of at most {_MAX_DIMS} sizes is expected")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise bad(f"has data_offsets {offsets!r}; two ascending numbers are expected")
+        raise bad(f"has data_offsets {shown(offsets)}; two ascending numbers are expected")
     nbytes = offsets[1] - offsets[0]
     expected = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if nbytes != expected:
@@ -183,9 +202,9 @@ def check_overlap(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
 
 def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
     index, single = folder / _INDEX, folder / _SINGLE
-    if not index.exists():
-        if not single.exists():
-            found = sorted(p.name for p in folder.iterdir())[:8]
+    if not os.path.exists(index):
+        if not os.path.exists(single):
+            found = sorted(_list(folder))[:8]
             raise CheckpointError(
                 f"{folder} has neither {_SINGLE} nor {_INDEX}; found {', '.join(found) or 'nothing'}", file=str(folder)
             )
@@ -193,7 +212,7 @@ def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from tensor to file", file=str(index))
-    if single.exists() and _SINGLE not in weight_map.values():
+    if os.path.exists(single) and _SINGLE not in weight_map.values():
         # transformers would take the single file and ignore the index: two checkpoints saved over each other
         raise CheckpointError(
             f"{folder} holds both {_SINGLE} and {_INDEX}, which does not name it: two checkpoints in one folder; "
@@ -205,7 +224,7 @@ def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
         if Path(shard).name != shard:
             raise CheckpointError(f"{index} names {shard!r}, which is not a file name in its folder", file=str(index))
         file = folder / shard
-        if not file.exists():
+        if not os.path.exists(file):
             wanted = next(name for name, where in weight_map.items() if where == shard)
             raise CheckpointError(
                 f"{index.name} names {shard} (tensor {wanted!r} and others), which is not in {folder}; download it",
@@ -231,13 +250,20 @@ def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _list(folder: Path) -> list[str]:
     try:
-        return _parse_json(file.read_bytes(), file)
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing; a checkpoint folder needs it", file=str(file)) from None
+        return os.listdir(folder)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", file=str(file)) from error
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}", file=str(folder)) from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not os.path.lexists(file):
+        raise CheckpointError(f"{file} is missing; a checkpoint folder needs it", file=str(file))
+    with open_file(file) as (stream, size):
+        if size > _MAX_HEADER:
+            raise CheckpointError(f"{file} has {size} bytes; at most {_MAX_HEADER} are read", file=str(file))
+        return _parse_json(stream.read(size), file)
 
 
 def _parse_json(raw: bytes, file: Path) -> dict[str, Any]:

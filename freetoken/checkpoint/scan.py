@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
+from reprlib import repr as shown
 
 from freetoken import formats
 from freetoken.checkpoint.experts import ExpertGroup, ExpertScan, Parts, QuantizedDense, Written
@@ -95,7 +96,8 @@ def _parse_name(checkpoint: Checkpoint, info: TensorInfo) -> tuple[str, tuple[in
 def _model_class(checkpoint: Checkpoint) -> str:
     """What config.json calls the model's class, or its family where it names none."""
     names = checkpoint.config.get("architectures")
-    return str(names[0] if isinstance(names, list) and names else checkpoint.config.get("model_type"))
+    name = names[0] if isinstance(names, list) and names else checkpoint.config.get("model_type")
+    return name if isinstance(name, str) else shown(name)
 
 
 def _make_group(

@@ -42,6 +42,8 @@ def shape_of_experts(
     else:
         shape = _fused_shape(parts[-1, "gate_up_proj"][suffix], parts[-1, "down_proj"][suffix], per_code)
     h, i = shape.hidden, shape.intermediate
+    if not h or not i:  # tensors of no bytes could claim any number of experts
+        raise _shape_error(next(iter(parts.values()))[suffix], "experts of some width")
     rows_of = {"gate_proj": (i, h), "up_proj": (i, h), "down_proj": (h, i), "gate_up_proj": (2 * i, h)}
     lead = parts[first, "gate_up_proj"][suffix].shape[:1] if fused else ()
     for (_expert, projection), matrix in parts.items():

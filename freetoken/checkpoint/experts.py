@@ -247,7 +247,7 @@ class ExpertScan:
         """Names of all tensors that belong to experts."""
         return frozenset(info.name for group in self.groups for info in group.tensors)
 
-    @property
+    @cached_property
     def dense_bytes(self) -> int:
         """Bytes of everything that is not experts, unpacked to 16 bits."""
         experts = self.expert_tensors

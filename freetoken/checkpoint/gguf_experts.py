@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ class GgufExperts(LayerExperts):
 class GgufScan(ExpertScan):
     """As every scan, of a GGUF file; its dense part is unpacked by the gguf package."""
 
-    @property
+    @cached_property
     def dense_bytes(self) -> int:
         experts = self.expert_tensors
         return 2 * sum(math.prod(i.shape) for name, i in self.checkpoint.tensors.items() if name not in experts)

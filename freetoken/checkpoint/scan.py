@@ -153,21 +153,26 @@ def _is_interleaved(checkpoint: Checkpoint, gate_up: Parts) -> bool:
 
 def _written_as(quantization: Quantization, prefix: str, parts: Mapping[tuple[int, str], Parts]) -> Written:
     """The one way in which all matrices of a layer are written; it must be what the config declares."""
-    names = {
-        key: prefix if key[0] < 0 else next(iter(matrix.values())).name.rpartition(".")[0]
-        for key, matrix in parts.items()
-    }
+
+    def module(expert: int, matrix: Parts) -> str:
+        return prefix if expert < 0 else next(iter(matrix.values())).name.rpartition(".")[0]
+
     first = min(expert for expert, _ in parts)
-    some = [prefix, f"{prefix}.0.gate_proj"] if first < 0 else [n for (e, _), n in names.items() if e == first]
-    schemes = quantization.schemes_of(some)
+    some = [module(e, matrix) for (e, _), matrix in parts.items() if e == first]
+    schemes = quantization.schemes_of([prefix, f"{prefix}.0.gate_proj"] if first < 0 else some)
     found: Written | None = None
-    for key, matrix in parts.items():
-        this = match_spelling(names[key], matrix, schemes, _because(quantization))
+    alike = set()
+    for (expert, _), matrix in parts.items():
+        suffixes = tuple((suffix, info.dtype) for suffix, info in matrix.items())
+        if suffixes in alike:
+            continue
+        alike.add(suffixes)
+        this = match_spelling(module(expert, matrix), matrix, schemes, _because(quantization))
         if found is not None and this != found:
             info = next(iter(matrix.values()))
             raise CheckpointError(
-                f"{info.file}: {names[key]} is {this}, the matrices before it in this layer are {found}; mixed experts "
-                "in one layer are not supported",
+                f"{info.file}: {module(expert, matrix)} is {this}, the matrices before it in this layer are {found}; "
+                "mixed experts in one layer are not supported",
                 file=str(info.file),
                 tensor=info.name,
             )
@@ -236,8 +241,10 @@ def _find_dense(
     suffixes |= {s for name in formats.names() for sp in formats.get(name).spellings for s in sp.optional}
     modules: dict[str, dict[str, TensorInfo]] = {}
     for info in checkpoint.tensors.values():
+        if info.name in experts:
+            continue
         module, _, suffix = info.name.rpartition(".")
-        if suffix in suffixes and info.name not in experts:
+        if suffix in suffixes:
             modules.setdefault(module, {})[suffix] = info
     for module, parts in modules.items():
         if set(parts) == {"weight"} and parts["weight"].dtype in ("BF16", "F16", "F32"):

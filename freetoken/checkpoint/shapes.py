@@ -46,8 +46,13 @@ def shape_of_experts(
         raise _shape_error(next(iter(parts.values()))[suffix], "experts of some width")
     rows_of = {"gate_proj": (i, h), "up_proj": (i, h), "down_proj": (h, i), "gate_up_proj": (2 * i, h)}
     lead = parts[first, "gate_up_proj"][suffix].shape[:1] if fused else ()
+    alike = set()
     for (_expert, projection), matrix in parts.items():
         n, k = rows_of[projection]
+        shapes = (projection, *((suffix, info.dtype, info.shape) for suffix, info in matrix.items()))
+        if shapes in alike:
+            continue
+        alike.add(shapes)
         check_matrix(matrix, written, n, k, shape.transposed, lead)
         if "bias" in matrix and matrix["bias"].shape != (*lead, n):
             raise _shape_error(matrix["bias"], f"{[*lead, n]}")

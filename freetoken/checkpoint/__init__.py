@@ -2,6 +2,7 @@
 
     safetensors.py   files, headers, tensors: nothing is trusted before it is checked
     quantization.py  what the config says about quantization, in the dialects that exist
+    patterns.py      names of modules in configs, and expressions that would match for ever
     scan.py          which tensors make an expert, in which format and spelling (shapes.py: and how wide)
     experts.py       what was found, and reading one expert
     gguf.py          GGUF files: headers, parts, tensors; gguf_config.py: their metadata as a config

@@ -40,9 +40,11 @@ class _Facts:
     def real(self, key: str, default: float | None = None) -> float:
         """A positive finite number below `architecture.`; files have 32 bits of it, here it is the decimal meant."""
         value = self.metadata.get(f"{self.architecture}.{key}", default)
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        with np.errstate(over="ignore"):
+            number = float(str(np.float32(value))) if type(value) in (int, float) else 0.0
+        if not math.isfinite(number) or number <= 0:
             raise self.bad(f"metadata {self.architecture}.{key} is {shown(value)}, expected a positive number")
-        return float(str(np.float32(value)))
+        return number
 
     def token(self, key: str, vocabulary: int) -> int | None:
         """An id of the vocabulary below `tokenizer.ggml.`, or None."""

@@ -10,6 +10,7 @@ import faulthandler
 import os
 import random
 import signal
+import struct
 import time
 import tracemalloc
 from collections import Counter
@@ -207,6 +208,17 @@ def test_what_is_no_file_is_refused(tmp_path: Path, name: str, make: Callable[[P
     outcome, fault = find_fault(path, sum(map(len, files.values())))
     assert fault is None, fault
     assert outcome == "CheckpointError"
+
+
+@pytest.mark.parametrize("number", [1e308, 1e-300, float("inf"), float("nan"), -1.0])
+def test_a_real_number_that_float32_does_not_hold(tmp_path: Path, number: float) -> None:
+    """64 bits of a GGUF file's metadata, found by a longer run."""
+    (model,) = mutate.ggufs()[0]
+    key = b"qwen3moe.attention.layer_norm_rms_epsilon"
+    model.values = [(k, 12, struct.pack("<d", number)) if k == key else (k, t, raw) for k, t, raw in model.values]
+    (tmp_path / "m.gguf").write_bytes(model.encode()[1])
+    with pytest.raises(CheckpointError, match=r"rms_epsilon is .* expected a positive number"):
+        open_any(tmp_path / "m.gguf")
 
 
 # --- the checker -----------------------------------------------------------------------------------------------------

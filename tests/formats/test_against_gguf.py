@@ -13,30 +13,13 @@ from numpy.typing import NDArray
 from freetoken import formats
 from freetoken.formats import Matrix, mxfp4, q4_0, q8_0
 from freetoken.formats.codes import unpack_nibbles
+from tests.support.gguf import ggml_blocks
 
 Q4_0, Q8_0, MXFP4 = formats.get("q4_0"), formats.get("q8_0"), formats.get("mxfp4")
 
 
-def q8_0_blocks(matrix: Matrix) -> NDArray[np.uint8]:
-    """A matrix as ggml's 34-byte blocks: the fp16 scale, then 32 codes."""
-    n, k = matrix.shape
-    assert matrix.scales is not None
-    scales = np.ascontiguousarray(matrix.scales).view(np.uint8).reshape(n, k // 32, 2)
-    return np.concatenate([scales, matrix.codes.reshape(n, k // 32, 32)], axis=2).reshape(n, -1)
-
-
 def mxfp4_matrix(blocks: NDArray[np.uint8]) -> Matrix:
     return Matrix(MXFP4, *mxfp4.from_ggml_blocks(blocks))
-
-
-def nibble_blocks(matrix: Matrix) -> NDArray[np.uint8]:
-    """A matrix as ggml's blocks: the scale, then 16 bytes of which byte j holds elements j (low nibble) and j + 16."""
-    n, k = matrix.shape
-    assert matrix.scales is not None
-    codes = unpack_nibbles(matrix.codes).reshape(n, k // 32, 32)
-    packed = codes[:, :, :16] | codes[:, :, 16:] << 4
-    scales = np.ascontiguousarray(matrix.scales).view(np.uint8).reshape(n, k // 32, -1)
-    return np.concatenate([scales, packed], axis=2).reshape(n, -1)
 
 
 def weights(n: int, k: int, seed: int = 0) -> NDArray[np.float32]:
@@ -49,7 +32,7 @@ def weights(n: int, k: int, seed: int = 0) -> NDArray[np.float32]:
 
 def test_q8_0_quantize_bit_for_bit() -> None:
     values = weights(64, 256)
-    np.testing.assert_array_equal(q8_0_blocks(Q8_0.quantize(values)), quants.quantize(values, Type.Q8_0))
+    np.testing.assert_array_equal(ggml_blocks(Q8_0.quantize(values)), quants.quantize(values, Type.Q8_0))
 
 
 def test_q8_0_rounds_halves_as_ggml() -> None:
@@ -57,7 +40,7 @@ def test_q8_0_rounds_halves_as_ggml() -> None:
     halves = np.arange(-15.5, 16.5, dtype=np.float32)
     rows = np.stack([halves, np.nextafter(halves, np.float32(0)), np.nextafter(halves, 100 * halves), halves / 31])
     rows[:, 0] = 127
-    np.testing.assert_array_equal(q8_0_blocks(Q8_0.quantize(rows)), quants.quantize(rows, Type.Q8_0))
+    np.testing.assert_array_equal(ggml_blocks(Q8_0.quantize(rows)), quants.quantize(rows, Type.Q8_0))
     codes = Q8_0.quantize(rows).codes.view(np.int8)
     np.testing.assert_array_equal(codes[0, 15:17], [-1, 1])
     np.testing.assert_array_equal(codes[1, 15:17], [0, 0])
@@ -66,7 +49,7 @@ def test_q8_0_rounds_halves_as_ggml() -> None:
 def test_q8_0_small_blocks_bit_for_bit() -> None:
     """Scales that are fp16 subnormals, or zero in fp16."""
     values = np.ldexp(weights(16, 64, seed=1), -20).astype(np.float32)
-    np.testing.assert_array_equal(q8_0_blocks(Q8_0.quantize(values)), quants.quantize(values, Type.Q8_0))
+    np.testing.assert_array_equal(ggml_blocks(Q8_0.quantize(values)), quants.quantize(values, Type.Q8_0))
 
 
 def test_q8_0_dequantize_bit_for_bit() -> None:
@@ -74,15 +57,15 @@ def test_q8_0_dequantize_bit_for_bit() -> None:
     codes = rng.integers(0, 256, (32, 128)).astype(np.uint8)
     scales = rng.integers(0, 0x7C00, (32, 4)).astype(np.uint16) | rng.integers(0, 2, (32, 4)).astype(np.uint16) << 15
     matrix = Matrix(Q8_0, codes, scales)
-    np.testing.assert_array_equal(matrix.dequantize(), quants.dequantize(q8_0_blocks(matrix), Type.Q8_0))
-    back = q8_0.from_ggml_blocks(q8_0_blocks(matrix))
+    np.testing.assert_array_equal(matrix.dequantize(), quants.dequantize(ggml_blocks(matrix), Type.Q8_0))
+    back = q8_0.from_ggml_blocks(ggml_blocks(matrix))
     np.testing.assert_array_equal(back[0], codes)
     np.testing.assert_array_equal(back[1], scales)
 
 
 def test_q4_0_quantize_bit_for_bit() -> None:
     values = np.concatenate([weights(64, 256), np.ldexp(weights(16, 256, seed=1), -20).astype(np.float32)])
-    np.testing.assert_array_equal(nibble_blocks(Q4_0.quantize(values)), quants.quantize(values, Type.Q4_0))
+    np.testing.assert_array_equal(ggml_blocks(Q4_0.quantize(values)), quants.quantize(values, Type.Q4_0))
 
 
 def test_q4_0_rounds_halves_as_ggml() -> None:
@@ -91,7 +74,7 @@ def test_q4_0_rounds_halves_as_ggml() -> None:
     rows = np.stack([np.concatenate([halves, other]) for other in (np.nextafter(halves, np.float32(9)), halves / 3)])
     rows[:, 31] = -8
     for signed in (rows, -rows):
-        np.testing.assert_array_equal(nibble_blocks(Q4_0.quantize(signed)), quants.quantize(signed, Type.Q4_0))
+        np.testing.assert_array_equal(ggml_blocks(Q4_0.quantize(signed)), quants.quantize(signed, Type.Q4_0))
     np.testing.assert_array_equal(unpack_nibbles(Q4_0.quantize(rows).codes)[0, [0, 7, 8, 15, 31]], [1, 8, 9, 15, 0])
 
 
@@ -102,7 +85,7 @@ def test_q4_0_dequantize_bit_for_bit() -> None:
     raw = blocks.reshape(32, -1)
     matrix = Matrix(Q4_0, *q4_0.from_ggml_blocks(raw))
     np.testing.assert_array_equal(matrix.dequantize(), quants.dequantize(raw, Type.Q4_0))
-    np.testing.assert_array_equal(nibble_blocks(matrix), raw)
+    np.testing.assert_array_equal(ggml_blocks(matrix), raw)
 
 
 @pytest.mark.parametrize("read", [q4_0.from_ggml_blocks, q8_0.from_ggml_blocks, mxfp4.from_ggml_blocks])
@@ -117,7 +100,7 @@ def test_mxfp4_dequantize_exactly() -> None:
     blocks = rng.integers(0, 256, (64, 4 * 17)).astype(np.uint8)
     blocks[:, ::17] = np.arange(256).reshape(64, 4).clip(max=252)
     np.testing.assert_array_equal(mxfp4_matrix(blocks).dequantize(), quants.dequantize(blocks, Type.MXFP4))
-    np.testing.assert_array_equal(nibble_blocks(mxfp4_matrix(blocks)), blocks)
+    np.testing.assert_array_equal(ggml_blocks(mxfp4_matrix(blocks)), blocks)
 
 
 def test_mxfp4_quantize_is_no_worse() -> None:
@@ -136,4 +119,4 @@ def test_mxfp4_quantize_is_no_worse() -> None:
 
 def test_mxfp4_ours_reads_the_same_there() -> None:
     matrix = MXFP4.quantize(weights(8, 96))
-    np.testing.assert_array_equal(quants.dequantize(nibble_blocks(matrix), Type.MXFP4), matrix.dequantize())
+    np.testing.assert_array_equal(quants.dequantize(ggml_blocks(matrix), Type.MXFP4), matrix.dequantize())

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import freetoken
 from freetoken.checkpoint.gguf import open_gguf
@@ -19,8 +21,9 @@ from freetoken.errors import CheckpointError, ConfigError, UnsupportedError
 from freetoken.fidelity import perplexity, read_tokens
 from freetoken.integration.generate import generate_text
 from tests.support.checkpoints import forbid_banks, qwen3_config
-from tests.support.gguf import Tensors, encode, gguf_tensors, write_gguf
-from tests.support.oracle import dequantize_folder, read_tensors
+from tests.support.gguf import EXACT, Encode, Tensors, encode, encode_ours, gguf_tensors, write_gguf
+from tests.support.oracle import dequantize_folder, map_experts, read_tensors
+from tests.support.trained import Trained
 
 
 def logits(model: Any, n: int = 40) -> torch.Tensor:
@@ -73,30 +76,13 @@ def test_qwen3moe_is_what_transformers_makes_of_the_file(tmp_path: Path, tensors
     torch.testing.assert_close(logits(model), logits(stock), rtol=0, atol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small gpt-oss with YaRN, a window shorter than the text, and biases and sinks that matter; bf16 experts."""
-    folder = tmp_path_factory.mktemp("gpt-oss") / "m"
-    torch.manual_seed(0)
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
-        "factor": 4.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 128,
-    }
-    config = GptOssConfig(
-        num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, hidden_size=64, intermediate_size=32,
-        vocab_size=96, head_dim=16, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        sliding_window=8, rope_parameters=rope, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    model = GptOssForCausalLM(config).to(torch.bfloat16)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.2)
-    model.save_pretrained(folder)
-    return folder
+@pytest.mark.parametrize("name", EXACT)
+def test_our_codes_in_blocks_give_our_logits(tmp_path: Path, tiny: Path, name: str) -> None:
+    ours = gguf_tensors(qwen3_config(), dequantize_folder(tiny), EXACT[name], encode_experts=encode_ours)
+    model, _ = freetoken.load(write_gguf(tmp_path / "m.gguf", qwen3_config(), ours), dtype=torch.float32)
+    other, _ = freetoken.load(tiny, expert_format=name, dtype=torch.float32)
+    assert freetoken.report(model).formats == (name,)
+    torch.testing.assert_close(logits(model), logits(other), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -223,6 +209,44 @@ def test_the_demo_says_the_same(demo: Path, demo_gguf: Path, shared_dir: Path, t
     assert tokenizer.model_max_length == own.model_max_length
     assert text_of(model, tokenizer) == text_of(other, own)
     assert perplexity(model, tokens, 256) == perplexity(other, tokens, 256)
+
+
+def perplexity_of(path: Path, trained: Trained, expert_format: str | None = None) -> float:
+    model, _ = freetoken.load(path, expert_format=expert_format)
+    return perplexity(model, trained.heldout[:2049]).perplexity
+
+
+@pytest.mark.parametrize(
+    ("name", "encode_experts"), [("bf16", encode), ("q8_0", encode), ("q4_0", encode), ("mxfp4", encode_ours)]
+)
+def test_perplexity_is_that_of_the_format(tmp_path: Path, trained: Trained, name: str, encode_experts: Encode) -> None:
+    """To the bit that of safetensors: gguf's quantizers choose what ours do, but for MXFP4."""
+    tensors = gguf_tensors(trained.config, trained.weights, EXACT[name], encode_experts=encode_experts)
+    file = write_gguf(tmp_path / "m.gguf", trained.config, tensors)
+    assert perplexity_of(file, trained) == perplexity_of(trained.folder, trained, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"), [(Type.F16, "bf16", torch.float16), (Type.MXFP4, "mxfp4", torch.bfloat16)]
+)
+def test_perplexity_is_that_of_the_values(
+    tmp_path: Path, trained: Trained, kind: Type, name: str, dtype: torch.dtype
+) -> None:
+    """To the bit that of safetensors with the values that gguf chose, in a dtype that holds them exactly.
+
+    Its MXFP4 values are not ours (tests/formats/test_against_gguf.py), and fp16 cuts bits off small bf16 values.
+    """
+
+    def choose(matrix: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(gguf.dequantize(encode(matrix.numpy(), kind)[1], kind)).to(dtype)
+
+    chosen = map_experts({n: t.to(torch.bfloat16) for n, t in trained.weights.items()}, choose)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(trained.config))
+    save_file(chosen, plain / "model.safetensors")
+    file = write_gguf(tmp_path / "m.gguf", trained.config, gguf_tensors(trained.config, trained.weights, kind))
+    assert perplexity_of(file, trained) == perplexity_of(plain, trained, name)
 
 
 def test_the_command_line_takes_a_file(demo_gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,13 @@
 """GGUF files of models in safetensors, written with the gguf package as llama.cpp's converter names and types things.
 
-Matrices of experts get the type asked for, norms, biases and routers are F32, everything else is BF16.
+Matrices of experts get the type asked for, by the gguf package's quantizers or by ours; norms, biases and routers are
+F32, everything else is BF16.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,15 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
+from freetoken import formats
+from freetoken.formats import Matrix
+from freetoken.formats.codes import unpack_nibbles
 from tests.support.oracle import Weights, take_expert
 
 Tensors = dict[str, tuple[Type, NDArray[Any]]]
 """GGUF name -> type and rows: bytes of blocks, or floats of a type that NumPy has."""
+Encode = Callable[[NDArray[np.float32], Type], tuple[Type, NDArray[Any]]]
+"""Values and the type wanted -> that type and rows of it."""
 
 ARCHITECTURES = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 EXACT = {"bf16": Type.BF16, "mxfp4": Type.MXFP4, "q4_0": Type.Q4_0, "q8_0": Type.Q8_0}
@@ -31,8 +37,35 @@ def encode(values: NDArray[np.float32], kind: Type) -> tuple[Type, NDArray[Any]]
     return kind, gguf.quantize(np.ascontiguousarray(values, np.float32), kind)
 
 
+def encode_ours(values: NDArray[np.float32], kind: Type) -> tuple[Type, NDArray[np.uint8]]:
+    """Matrices of experts (E, N, K) as rows of a type in `EXACT`, with the codes and scales of our own quantizer."""
+    fmt = formats.get(next(name for name, exact in EXACT.items() if exact == kind))
+    return kind, np.stack([ggml_blocks(fmt.quantize(np.ascontiguousarray(matrix))) for matrix in values])
+
+
+def ggml_blocks(matrix: Matrix) -> NDArray[np.uint8]:
+    """A matrix as ggml's rows (N, bytes) of blocks: the scale, then 32 codes as they are or two in a byte.
+
+    Two in a byte: byte j of 16 holds elements j (low nibble) and j + 16.
+    """
+    if matrix.scales is None:
+        return matrix.codes
+    n, k = matrix.shape
+    if matrix.format.bits == 4:
+        codes = unpack_nibbles(matrix.codes).reshape(n, k // 32, 32)
+        codes = codes[:, :, :16] | codes[:, :, 16:] << 4
+    else:
+        codes = matrix.codes.reshape(n, k // 32, 32)
+    scales = np.ascontiguousarray(matrix.scales).view(np.uint8).reshape(n, k // 32, -1)
+    return np.concatenate([scales, codes], axis=2).reshape(n, -1)
+
+
 def gguf_tensors(
-    config: Mapping[str, Any], weights: Weights, kind: Type | Mapping[str, Type] = Type.BF16, merged: bool = False
+    config: Mapping[str, Any],
+    weights: Weights,
+    kind: Type | Mapping[str, Type] = Type.BF16,
+    merged: bool = False,
+    encode_experts: Encode = encode,
 ) -> Tensors:
     """All tensors of a model from its weights in stock names; kind: type of experts, or gate, up and down -> type."""
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config["model_type"]])
@@ -52,7 +85,10 @@ def gguf_tensors(
         for name, values in experts_of(config, weights, layer, merged).items():
             known = f"blk.{layer}.ffn_{name.removesuffix('_bias')}_exps"
             bias = name.endswith("_bias")
-            tensors[known + (".bias" if bias else ".weight")] = encode(values, Type.F32 if bias else kinds[name])
+            if bias:
+                tensors[f"{known}.bias"] = encode(values, Type.F32)
+            else:
+                tensors[f"{known}.weight"] = encode_experts(values, kinds[name])
     return tensors
 
 

@@ -10,13 +10,16 @@ SOURCES := $(shell find freetoken -name '*.pyx' -o -name '*.pxd' -o -name '*.h')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test bench lint stubs clean help
+.PHONY: demo test llama bench lint stubs clean help
 
 demo: $(VENV)/.built  ## generate text with the small model that comes along
 	$(VENV)/bin/ft generate --prompt "It was a dark night, and" --temperature 0.6 --seed 3
 
 test: $(VENV)/.built  ## run the tests (ARGS="-k name" is passed on to pytest)
 	$(PY) -m pytest $(ARGS)
+
+llama: $(VENV)/.llama  ## compare GGUF files with llama.cpp, which is built for it in minutes (ARGS as above)
+	$(PY) -m pytest tests/integration/test_llama_cpp.py $(ARGS)
 
 bench: $(VENV)/.built  ## measure, without the tests (ARGS is passed on to pytest)
 	@$(PY) -c "import torch, time; t = time.perf_counter(); import freetoken; \
@@ -58,4 +61,11 @@ $(VENV)/.built: $(VENV)/.torch setup.py setup.cfg pyproject.toml $(SOURCES)
 
 $(VENV)/.linters: $(VENV)/.built
 	@$(PIP) install --editable ".[lint]" --no-build-isolation
+	@touch $@
+
+# llama.cpp for any processor that has AVX2, as pip keeps what it has built; its default is for this one only.
+$(VENV)/.llama: $(VENV)/.built
+	@command -v g++ > /dev/null || { echo "g++ is missing: install it"; exit 1; }
+	@echo "building llama.cpp"
+	@CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(PIP) install "freetoken[llama]"
 	@touch $@

@@ -51,11 +51,10 @@ def ggml_blocks(matrix: Matrix) -> NDArray[np.uint8]:
     if matrix.scales is None:
         return matrix.codes
     n, k = matrix.shape
-    if matrix.format.bits == 4:
-        codes = unpack_nibbles(matrix.codes).reshape(n, k // 32, 32)
+    packed = matrix.format.bits == 4
+    codes: NDArray[Any] = (unpack_nibbles(matrix.codes) if packed else matrix.codes).reshape(n, k // 32, 32)
+    if packed:
         codes = codes[:, :, :16] | codes[:, :, 16:] << 4
-    else:
-        codes = matrix.codes.reshape(n, k // 32, 32)
     scales = np.ascontiguousarray(matrix.scales).view(np.uint8).reshape(n, k // 32, -1)
     return np.concatenate([scales, codes], axis=2).reshape(n, -1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,13 +15,16 @@ class Bank:
     """`n_experts` records of one layout; memory is touched only as experts are put in.
 
     Distinct experts may be put from several threads at once. `missing` tells which were not: a bank that is not
-    complete must never be computed with.
+    complete must never be computed with. records: read-only memory (nbytes,) uint8 on 64 bytes in which they lie
+    already, shared with other processes; without it the bank has memory of its own.
     """
 
-    def __init__(self, layout: RecordLayout, n_experts: int) -> None:
+    def __init__(self, layout: RecordLayout, n_experts: int, records: NDArray[np.uint8] | None = None) -> None:
         self.layout = layout
         self.n_experts = n_experts
-        self.records: NDArray[np.uint8] = map_bytes(self.nbytes).reshape(n_experts, layout.nbytes)
+        self.shared = records is not None
+        memory = map_bytes(self.nbytes) if records is None else records
+        self.records: NDArray[np.uint8] = memory.reshape(n_experts, layout.nbytes)
         self._present = np.zeros(n_experts, bool)
 
     @property
@@ -34,7 +39,11 @@ class Bank:
 
     def put(self, index: int, expert: Expert) -> None:
         """Write one expert's record; raises `FormatError` when it does not fit the layout."""
-        self.layout.pack(expert, self.records[index])
+        self.fill(index, lambda record: self.layout.pack(expert, record))
+
+    def fill(self, index: int, write: Callable[[NDArray[np.uint8]], object]) -> None:
+        """Have `write` put one expert's bytes into its record (in a shared bank: check them); present if it returns."""
+        write(self.records[index])
         self._present[index] = True
 
     def get(self, index: int) -> Expert:

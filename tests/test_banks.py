@@ -76,3 +76,23 @@ def test_memory_goes_with_the_last_view() -> None:
 
 def test_repr_says_what_it_is() -> None:
     assert repr(Bank(LAYOUT, 2)) == f"<bank 2 x {LAYOUT.nbytes} bytes, nvfp4>"
+
+
+def test_a_bank_in_memory_that_is_there_already() -> None:
+    """It lends the very bytes, writes nothing, and an expert that its check refuses stays missing."""
+    own = Bank(LAYOUT, 2)
+    for e in range(2):
+        own.put(e, make_expert(LAYOUT.format, 64, 32, seed=e))
+    memory = own.records.reshape(-1)
+    memory.flags.writeable = False
+    bank = Bank(LAYOUT, 2, memory)
+    assert (own.shared, bank.shared) == (False, True)
+    assert np.shares_memory(bank.records, own.records)
+    assert bank.missing == [0, 1]
+    seen: list[bytes] = []
+    bank.fill(1, lambda record: seen.append(record.tobytes()))
+    assert seen == [own.records[1].tobytes()]
+    assert bank.missing == [0]
+    with pytest.raises(ValueError, match="read-only"):
+        bank.put(0, make_expert(LAYOUT.format, 64, 32))
+    assert bank.missing == [0]

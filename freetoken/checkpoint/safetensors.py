@@ -50,8 +50,8 @@ _MAX_HEADER = 100_000_000  # the format's own limit; the index of 130,000 tensor
 _MAX_SIZE = 2**63
 _MAX_NAME = 1024  # as for GGUF
 _MAX_DIMS = 8  # those of experts have 4 at most; NumPy allows 64 and fails at more
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 class TensorInfo(NamedTuple):
@@ -103,7 +103,7 @@ class Checkpoint:
             nbytes //= info.shape[0]
             offset += index * nbytes
         data = np.empty(nbytes, np.uint8)
-        _read_exactly(info, offset, data)
+        read_exactly(info, offset, data)
         return data
 
 
@@ -119,9 +119,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"{str(path)[:200] or repr('')} {what}; expected a folder with config.json and *.safetensors",
             file=str(folder),
         )
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     sidecar_file = folder / "hf_quant_config.json"
-    sidecar = _read_json(sidecar_file) if os.path.exists(sidecar_file) else None
+    sidecar = read_json(sidecar_file) if os.path.exists(sidecar_file) else None
     return Checkpoint(folder, config, sidecar, _find_tensors(folder))
 
 
@@ -215,21 +215,21 @@ def check_overlap(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
-    index, single = folder / _INDEX, folder / _SINGLE
+    index, single = folder / INDEX, folder / SINGLE
     if not os.path.exists(index):
         if not os.path.exists(single):
             found = sorted(_list(folder))[:8]
             raise CheckpointError(
-                f"{folder} has neither {_SINGLE} nor {_INDEX}; found {', '.join(found) or 'nothing'}", file=str(folder)
+                f"{folder} has neither {SINGLE} nor {INDEX}; found {', '.join(found) or 'nothing'}", file=str(folder)
             )
         return read_header(single)
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from tensor to file", file=str(index))
-    if os.path.exists(single) and _SINGLE not in weight_map.values():
+    if os.path.exists(single) and SINGLE not in weight_map.values():
         # transformers would take the single file and ignore the index: two checkpoints saved over each other
         raise CheckpointError(
-            f"{folder} holds both {_SINGLE} and {_INDEX}, which does not name it: two checkpoints in one folder; "
+            f"{folder} holds both {SINGLE} and {INDEX}, which does not name it: two checkpoints in one folder; "
             "remove the files of the one that is not wanted",
             file=str(single),
         )
@@ -273,7 +273,8 @@ def _list(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}", file=str(folder)) from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises `CheckpointError`."""
     if not os.path.lexists(file):
         raise CheckpointError(f"{file} is missing; a checkpoint folder needs it", file=str(file))
     with open_file(file) as (stream, size):
@@ -292,7 +293,8 @@ def _parse_json(raw: bytes, file: Path) -> dict[str, Any]:
     return value
 
 
-def _read_exactly(info: TensorInfo, offset: int, out: NDArray[np.uint8]) -> None:
+def read_exactly(info: TensorInfo, offset: int, out: NDArray[np.uint8]) -> None:
+    """Fill `out` from byte `offset` of a tensor's file on; raises `CheckpointError` where the file ends or fails."""
     view = out.data
     try:
         with info.file.open("rb", buffering=0) as stream:

@@ -56,16 +56,20 @@ def shape_of_experts(
         check_matrix(matrix, written, n, k, shape.transposed, lead)
         if "bias" in matrix and matrix["bias"].shape != (*lead, n):
             raise _shape_error(matrix["bias"], f"{[*lead, n]}")
+    check_hidden(checkpoint, prefix, h, parts[first, "down_proj"][suffix])
+    return shape
+
+
+def check_hidden(checkpoint: Checkpoint, prefix: str, hidden: int, info: TensorInfo) -> None:
+    """Refuse experts of another hidden size than the config's; info: a tensor of theirs, for the message."""
     config = checkpoint.text_config
     where, expected = next(((n, config[n]) for n in _WIDTHS if config.get(n) is not None), ("", None))
-    if isinstance(expected, int) and expected != h:
-        info = parts[first, "down_proj"][suffix]
+    if isinstance(expected, int) and expected != hidden:
         raise CheckpointError(
-            f"{info.file}: {prefix} has hidden size {h}, config.json says {where} {expected}",
+            f"{info.file}: {prefix} has hidden size {hidden}, config.json says {where} {expected}",
             file=str(info.file),
             tensor=info.name,
         )
-    return shape
 
 
 def _fused_shape(gate_up: TensorInfo, down: TensorInfo, per_code: int) -> ExpertShape:

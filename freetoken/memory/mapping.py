@@ -1,9 +1,10 @@
-"""Anonymous memory for banks: mapped, on huge pages where the kernel allows, given back when dropped."""
+"""Memory for banks, mapped and given back when dropped: anonymous on huge pages where they can be had, or a file's."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,3 +33,14 @@ def map_bytes(nbytes: int) -> NDArray[np.uint8]:
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)
+
+
+def map_file(file: Path, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    """(nbytes,) uint8, read-only: bytes of a file from `offset` on, in pages that all processes which map it share.
+
+    They belong to the page cache: the system may drop them and read them again. Whoever shortens the file meanwhile
+    ends this process with SIGBUS. Raises OSError.
+    """
+    with file.open("rb") as stream:
+        mapping = mmap.mmap(stream.fileno(), offset + nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    return np.frombuffer(mapping, np.uint8, count=nbytes, offset=offset)

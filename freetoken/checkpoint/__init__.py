@@ -7,8 +7,10 @@
     experts.py       what was found, and reading one expert
     gguf.py          GGUF files: headers, parts, tensors; gguf_config.py: their metadata as a config
     gguf_experts.py  their experts, from blocks
-    open.py          whichever of the two a path names
+    records.py       a converted folder: experts as records, one file a layer (direct.py: read past the page cache)
+    open.py          whichever of these a path names
     load.py          experts into banks, in parallel
+    convert.py       writes a converted folder (journal.py: what is finished; beside.py: all but the experts)
     inspect.py       the answer to "what is this, and does it load here?"
 
 To add a spelling of a known format, add it to that format's file; to add a naming of experts, see scan.py; to add a

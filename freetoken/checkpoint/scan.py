@@ -74,6 +74,22 @@ def scan(checkpoint: Checkpoint) -> ExpertScan:
     return ExpertScan(checkpoint, quantization, tuple(groups), tuple(_find_dense(checkpoint, quantization, experts)))
 
 
+def scan_dense(checkpoint: Checkpoint, elsewhere: Container[str]) -> tuple[Quantization, tuple[QuantizedDense, ...]]:
+    """What is declared, and the quantized matrices, of a checkpoint whose experts are not tensors like others.
+
+    elsewhere: tensors that are not looked at. Raises `CheckpointError` as `scan` does, and for any tensor of an expert.
+    """
+    quantization = declared(checkpoint)
+    for info in checkpoint.tensors.values():
+        if info.name not in elsewhere and _parse_name(checkpoint, info) is not None:
+            raise CheckpointError(
+                f"{info.file}: tensor {info.name!r} is an expert's, but the experts of {checkpoint.path} are in banks",
+                file=str(info.file),
+                tensor=info.name,
+            )
+    return quantization, tuple(_find_dense(checkpoint, quantization, elsewhere))
+
+
 def _parse_name(checkpoint: Checkpoint, info: TensorInfo) -> tuple[str, tuple[int, str], str] | None:
     """(prefix, (expert or -1 for all, projection), suffix), or None for what is not part of an expert."""
     for naming in _NAMINGS:

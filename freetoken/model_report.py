@@ -17,7 +17,10 @@ from freetoken.units import format_bytes
 
 @dataclass(frozen=True)
 class Report:
-    """Facts about a model's experts. Bytes are of records as they lie in banks."""
+    """Facts about a model's experts. Bytes are of records as they lie in banks.
+
+    shared: banks are files mapped read-only, one copy for all processes that map them.
+    """
 
     model: str
     layers: int
@@ -26,6 +29,7 @@ class Report:
     hidden: int
     intermediate: int
     formats: tuple[str, ...]
+    shared: bool
     bank_bytes: int
     expert_bytes: int
     expert_bytes_per_token: int
@@ -45,7 +49,8 @@ class Report:
             [
                 f"{self.model}: {self.layers} expert layers of {self.experts} experts, top {self.experts_per_token}, "
                 f"hidden {self.hidden}, width {self.intermediate}",
-                f"experts    {', '.join(self.formats)}: {format_bytes(self.bank_bytes)} in host banks, "
+                f"experts    {', '.join(self.formats)}: {format_bytes(self.bank_bytes)} in "
+                f"{'files mapped read-only, shared' if self.shared else 'host banks'}, "
                 f"{format_bytes(self.expert_bytes)} each",
                 f"per token  {format_bytes(self.expert_bytes_per_token)} of experts read",
                 f"runs on    {', '.join(self.tiers)} with {', '.join(self.activations)} activations, "
@@ -70,6 +75,7 @@ def report(model: Any) -> Report:
         hidden=layout.hidden,
         intermediate=layout.intermediate,
         formats=_distinct(layer.bank.layout.format.name for layer in layers),
+        shared=all(layer.bank.shared for layer in layers),
         bank_bytes=sum(layer.bank.nbytes for layer in layers),
         expert_bytes=layout.nbytes,
         expert_bytes_per_token=sum(per_token * layer.bank.layout.nbytes for layer in layers),

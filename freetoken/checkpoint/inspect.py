@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +15,8 @@ from freetoken.errors import CheckpointError, FreeTokenError
 from freetoken.formats.base import Format
 from freetoken.memory import budget
 from freetoken.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
 """Where families keep the number of experts."""
@@ -145,7 +148,21 @@ def needed_bytes(found: ExpertScan, fmt: Format | None = None) -> tuple[int, int
     return banks, found.dense_bytes
 
 
-def require_memory(found: ExpertScan, fmt: Format | None = None) -> None:
-    """Raise `CapacityError`, naming the limit, when banks and dense part do not fit into what is available."""
+def require_memory(found: ExpertScan, fmt: Format | None = None, shared: bool = False) -> None:
+    """Raise `CapacityError`, naming the limit, when banks and dense part do not fit into what is available.
+
+    Shared banks are pages of a file, which the system drops and reads again when it has to: they are not asked for,
+    and a warning tells when they are too large to stay.
+    """
     name = found.checkpoint.path.resolve().name
-    budget.require(sum(needed_bytes(found, fmt)), what=f"loading {name}")
+    banks, dense = needed_bytes(found, fmt)
+    have = budget.require(dense if shared else banks + dense, what=f"loading {name}")
+    if shared and banks + dense > have.available_bytes:
+        logger.warning(
+            "the shared experts of %s (%s) do not all stay in memory, of which %s is to be had according to %s: they "
+            "are read from the disk again and again",
+            name,
+            format_bytes(banks),
+            format_bytes(have.available_bytes),
+            have.where,
+        )

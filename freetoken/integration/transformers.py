@@ -3,7 +3,7 @@
 headers checked, memory checked        nothing allocated yet (checkpoint/, memory/budget.py)
 transformers builds the skeleton       experts modules lose their parameters (quantizer.py, plan.py)
 transformers reads the dense part      nothing may be missing or of another shape (plan.py)
-banks are mapped and filled            checkpoint/load.py
+banks are filled, or files mapped       checkpoint/load.py
 each experts module gets its layer     executor.py, operator.py
 """
 
@@ -33,13 +33,16 @@ from transformers.integrations.moe import ExpertsInterface
 
 from freetoken import formats, topology
 from freetoken.banks import Bank
+from freetoken.checkpoint.experts import LayerExperts
 from freetoken.checkpoint.gguf import GgufCheckpoint
 from freetoken.checkpoint.inspect import check_config, require_memory
 from freetoken.checkpoint.load import fill_banks
 from freetoken.checkpoint.open import open_any, scan_any
+from freetoken.checkpoint.records import RecordExperts, require_shareable
 from freetoken.checkpoint.safetensors import Checkpoint
 from freetoken.errors import CheckpointError, ConfigError, FreeTokenError
 from freetoken.executor import Executor
+from freetoken.formats.base import Format
 from freetoken.integration import gguf
 from freetoken.integration.hub import local_folder
 from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward, refuse_after_fork
@@ -67,6 +70,7 @@ def load(
     token: str | bool | None = None,
     trust_remote_code: bool = False,
     expert_format: str | None = None,
+    shared: bool = False,
     threads: int | Literal["auto"] = "auto",
     dtype: torch.dtype | str | None = None,
     progress: bool | None = None,
@@ -74,11 +78,13 @@ def load(
 ) -> tuple[Any, Any]:
     """Load a mixture-of-experts checkpoint: (model, tokenizer), the experts in quantized host banks.
 
-    path_or_hub_id: a folder of safetensors, a GGUF file (any of its parts), or a hub id. expert_format: None keeps what
-    the checkpoint holds; a format's name re-quantizes expert by expert while loading. threads: workers for experts,
-    "auto" for one per allowed physical core. dtype: of the dense part (default: the checkpoint's; bfloat16 for GGUF).
-    progress: bars; None shows them on a terminal only. model_kwargs go to transformers' from_pretrained. The tokenizer
-    is None where there is none.
+    path_or_hub_id: a folder of safetensors, one that `ft convert` made, a GGUF file (any of its parts), or a hub id.
+    expert_format: None keeps what the checkpoint holds; a format's name re-quantizes expert by expert while loading.
+    shared: map the experts of a converted folder read-only instead of reading them: all processes that do so share one
+    copy. Checksums are verified once, now; a file that is changed in place afterwards changes the model. threads:
+    workers for experts, "auto" for one per allowed physical core. dtype: of the dense part (default: the checkpoint's;
+    bfloat16 for GGUF). progress: bars; None shows them on a terminal only. model_kwargs go to transformers'
+    from_pretrained. The tokenizer is None where there is none.
 
     Raises `CheckpointError`, `ConfigError`, `UnsupportedError` or `CapacityError`, before anything large is allocated.
     """
@@ -96,7 +102,9 @@ def load(
     workers = machine.workers(threads)
     folder = local_folder(path_or_hub_id, revision, token, trust_remote_code, show)
     found = scan_any(open_any(folder), fmt)
-    require_memory(found, fmt)
+    if shared:
+        require_shareable(found, fmt)
+    require_memory(found, fmt, shared)
     check_config(found)
     with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
         found.check_scales(bar.update)
@@ -107,7 +115,7 @@ def load(
     plan = LoadPlan(found, fmt)
     with _DENSE_LOAD:
         model = _load_dense(config, resolved, plan, trust_remote_code, show, model_kwargs)
-    _attach_experts(model, plan, executor, show)
+    _attach_experts(model, plan, executor, shared, show)
     return model, tokenizer
 
 
@@ -194,8 +202,8 @@ def _auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if images_too else AutoModelForCausalLM
 
 
-def _attach_experts(model: Any, plan: LoadPlan, executor: Executor, show: bool) -> None:
-    pairs = [(Bank(g.layout(plan.format), g.n_experts), g) for _, g, _ in plan.modules]
+def _attach_experts(model: Any, plan: LoadPlan, executor: Executor, shared: bool, show: bool) -> None:
+    pairs = [(_make_bank(group, plan.format, shared), group) for _, group, _ in plan.modules]
     total = sum(bank.nbytes for bank, _ in pairs)
     with tqdm(
         total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="expert banks", disable=not show, delay=1
@@ -206,6 +214,11 @@ def _attach_experts(model: Any, plan: LoadPlan, executor: Executor, show: bool) 
     model.requires_grad_(False)
     refuse_after_fork(model)
     logger.info("%d expert layers, %d bytes in banks", len(pairs), total)
+
+
+def _make_bank(group: LayerExperts, fmt: Format | None, shared: bool) -> Bank:
+    mapped = group.map_records() if shared and isinstance(group, RecordExperts) else None
+    return Bank(group.layout(fmt), group.n_experts, mapped)
 
 
 def _load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:

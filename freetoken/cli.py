@@ -58,6 +58,7 @@ def generate(args: argparse.Namespace) -> int:
     model, tokenizer = load(
         demo.path() if args.model is None else args.model,
         expert_format=args.expert_format,
+        shared=args.shared,
         threads=args.threads,
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
@@ -109,6 +110,40 @@ def inspect(args: argparse.Namespace) -> int:
         _print(look(args.path, fmt), args.json)
     finally:
         gc.enable()
+    return 0
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Write a folder whose experts lie as records, ready to be read into banks or mapped."""
+    from freetoken import formats, topology
+    from freetoken.checkpoint.convert import Conversion
+    from freetoken.checkpoint.gguf import GgufCheckpoint
+    from freetoken.checkpoint.open import open_any, scan_any
+    from freetoken.integration.hub import local_folder
+
+    fmt = None if args.expert_format is None else formats.get(args.expert_format)
+    threads = len(topology.read().workers(args.threads))
+    # code that comes with a model goes along; nothing here runs it
+    folder = local_folder(args.source, args.revision, trust_remote_code=True, progress=sys.stderr.isatty())
+    source = open_any(folder)
+    found = scan_any(source, fmt)
+    beside = None
+    if isinstance(source, GgufCheckpoint):
+        from freetoken.integration.gguf import beside_experts
+
+        beside = beside_experts(found)
+    conversion = Conversion(found, args.destination, fmt, beside)
+    try:
+        with _bar(conversion.nbytes, "converting", "B") as bar:
+            done = conversion.run(threads, bar.update)
+    except KeyboardInterrupt:
+        if conversion.partial.exists():
+            print(
+                f"\nft: what is finished stays in {conversion.partial}; the same command goes on from there",
+                file=sys.stderr,
+            )
+        raise
+    _print(done, args.json)
     return 0
 
 
@@ -167,6 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--top-p", type=float, default=0.95, help="nucleus of sampling (default: %(default)s)")
     one.add_argument("--seed", type=int, help="make sampling repeatable")
     one.add_argument("--revision", help="branch, tag or commit of a hub id")
+    one.add_argument("--shared", action="store_true", help="map the experts of a converted folder, for all processes")
     one.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     _add_expert_options(one)
     one.set_defaults(run=generate)
@@ -178,6 +214,13 @@ def build_parser() -> argparse.ArgumentParser:
     three.add_argument("path", help="folder of safetensors, or a GGUF file")
     three.add_argument("--expert-format", metavar="F", help="as if its experts were re-quantized to F")
     three.set_defaults(run=inspect)
+
+    five = commands.add_parser("convert", parents=[common], help="write experts as they lie in banks: loads fast")
+    five.add_argument("source", metavar="SRC", help="folder, GGUF file or hub id")
+    five.add_argument("destination", metavar="DST", help="folder to make; SRC stays as it is")
+    five.add_argument("--revision", help="branch, tag or commit of a hub id")
+    _add_expert_options(five)
+    five.set_defaults(run=convert)
 
     bench = commands.add_parser("bench", help="measure").add_subparsers(required=True, metavar="WHAT")
     four = bench.add_parser("fidelity", parents=[common], help="perplexity of a text, by format of the experts")
@@ -222,10 +265,11 @@ def _quiet_transformers() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-def _bar(total: int, what: str) -> Any:
+def _bar(total: int, what: str, unit: str = "token") -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, unit="token", desc=what, disable=not sys.stderr.isatty(), delay=1, leave=False)
+    binary: dict[str, Any] = {"unit_scale": True, "unit_divisor": 1024} if unit == "B" else {}
+    return tqdm(total=total, unit=unit, desc=what, disable=not sys.stderr.isatty(), delay=1, leave=False, **binary)
 
 
 def _print(value: Any, as_json: bool) -> None:

@@ -7,12 +7,18 @@ are dequantized here, by the gguf package and under its own table of names, and 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedTokenizerFast
+from numpy.typing import NDArray
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from freetoken.checkpoint.beside import Beside, DenseTensor
 from freetoken.checkpoint.experts import ExpertScan
 from freetoken.checkpoint.gguf import GgufCheckpoint, gguf_package, read_token
 from freetoken.checkpoint.gguf_experts import dequantize
@@ -24,6 +30,8 @@ from freetoken.integration.quantizer import BeforeWeights
 logger = logging.getLogger(__name__)
 
 _STRIP_WEIGHTS = 1 << 20
+_STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""Types of GGUF that safetensors have, too."""
 
 
 def filling(state: dict[str, torch.Tensor], plan: LoadPlan) -> BeforeWeights:
@@ -44,9 +52,17 @@ def dense_tensors(model: Any, found: ExpertScan) -> dict[str, torch.Tensor]:
     """
     checkpoint = found.checkpoint
     assert isinstance(checkpoint, GgufCheckpoint)
+    wanted = _wanted_tensors(model, found)
+    return {name: _unpack(info, checkpoint, dtype) for name, (info, dtype) in wanted.items()}
+
+
+def _wanted_tensors(model: torch.nn.Module, found: ExpertScan) -> dict[str, tuple[TensorInfo, torch.dtype]]:
+    """The model's name of every tensor that is not experts -> where it lies, and the model's dtype for it."""
+    checkpoint = found.checkpoint
+    assert isinstance(checkpoint, GgufCheckpoint)
     wanted = model.state_dict()
     names = _model_names(wanted, checkpoint)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, tuple[TensorInfo, torch.dtype]] = {}
     for name, info in checkpoint.tensors.items():
         if name in found.expert_tensors:
             continue
@@ -55,19 +71,61 @@ def dense_tensors(model: Any, found: ExpertScan) -> dict[str, torch.Tensor]:
         like = wanted[names[name]]
         if info.shape != tuple(like.shape):
             raise _error(info, f"has shape {list(info.shape)}, the metadata build {list(like.shape)}")
-        tensors[names[name]] = _unpack(info, checkpoint, like.dtype)
+        tensors[names[name]] = info, like.dtype
     return tensors
+
+
+def beside_experts(found: ExpertScan) -> Beside:
+    """What a conversion writes beside the experts: dense tensors by the model's names, its config, its tokenizer.
+
+    Types of 16 and 32 bits stay what they are, blocks become bfloat16, the dtype in which these models load. Raises
+    `CheckpointError` as `dense_tensors` does.
+    """
+    checkpoint = found.checkpoint
+    assert isinstance(checkpoint, GgufCheckpoint)
+    config = AutoConfig.for_model(**checkpoint.config)
+    config.dtype = torch.bfloat16
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    wanted = _wanted_tensors(model, found)
+
+    def write_files(target: Path) -> None:
+        config.save_pretrained(target)
+        tokenizer = load_tokenizer(checkpoint)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+
+    return Beside(tuple(_stored(name, info, checkpoint) for name, (info, _) in wanted.items()), write_files)
+
+
+def _stored(name: str, info: TensorInfo, checkpoint: GgufCheckpoint) -> DenseTensor:
+    dtype = info.dtype if info.dtype in _STORED else "BF16"
+
+    def pieces() -> Iterator[NDArray[np.uint8]]:
+        for values in _strips(info, checkpoint):
+            yield torch.from_numpy(values).to(_STORED[dtype]).view(torch.uint8).numpy().reshape(-1)
+
+    nbytes = math.prod(info.shape) * _STORED[dtype].itemsize
+    return DenseTensor(name, dtype, info.shape, nbytes, pieces)
 
 
 def _unpack(info: TensorInfo, checkpoint: GgufCheckpoint, dtype: torch.dtype) -> torch.Tensor:
     """A tensor in a dtype, in strips of rows: a vocabulary of fp32 would be twice the rest."""
     out = torch.empty(info.shape, dtype=dtype, device="cpu")  # the skeleton is being built on another
-    flat = out.view(-1, info.shape[-1])
-    rows = checkpoint.read_bytes(info.name).reshape(len(flat), -1)
-    step = max(1, _STRIP_WEIGHTS // info.shape[-1])
-    for start in range(0, len(flat), step):
-        flat[start : start + step] = torch.from_numpy(dequantize(info, rows[start : start + step]))
+    flat, start = out.view(-1, info.shape[-1]), 0
+    for values in _strips(info, checkpoint):
+        flat[start : start + len(values)] = torch.from_numpy(values)
+        start += len(values)
     return out
+
+
+def _strips(info: TensorInfo, checkpoint: GgufCheckpoint) -> Iterator[NDArray[np.float32]]:
+    """The values of a tensor as (rows, K), some rows at a time."""
+    width = info.shape[-1]
+    rows = checkpoint.read_bytes(info.name).reshape(math.prod(info.shape) // width, -1)
+    step = max(1, _STRIP_WEIGHTS // width)
+    for start in range(0, len(rows), step):
+        yield dequantize(info, rows[start : start + step])
 
 
 def _model_names(wanted: dict[str, torch.Tensor], checkpoint: GgufCheckpoint) -> dict[str, str]:

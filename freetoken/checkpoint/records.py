@@ -11,6 +11,7 @@ manifest, sizes must fit, and every record is compared with its checksum when it
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ class RecordCheckpoint(Checkpoint):
 
 def is_converted(folder: Path) -> bool:
     """Whether a folder is one of ours, finished or not."""
-    return (folder / MANIFEST).exists() or (folder / JOURNAL).exists()
+    return any(os.path.exists(folder / name) for name in (MANIFEST, JOURNAL))  # False for a path that is too long
 
 
 def open_records(folder: Path) -> RecordCheckpoint:

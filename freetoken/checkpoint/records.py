@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from freetoken import formats
 from freetoken.checkpoint.direct import BLOCK, read_direct
 from freetoken.checkpoint.experts import ExpertScan, LayerExperts
-from freetoken.checkpoint.safetensors import Checkpoint, TensorInfo, open_checkpoint, read_json
+from freetoken.checkpoint.safetensors import Checkpoint, TensorInfo, open_checkpoint, open_file, read_json
 from freetoken.checkpoint.scan import scan_dense
 from freetoken.checkpoint.shapes import check_hidden
 from freetoken.errors import CheckpointError, ConfigError, FormatError
@@ -262,11 +262,8 @@ def _read_entry(file: Path, number: int, entry: Any) -> tuple[BankFile, tuple[in
 
 def _check_file(info: TensorInfo, bank: BankFile) -> None:
     file = info.file
-    try:
-        with file.open("rb") as stream:
-            header, size = stream.read(HEADER_BYTES), file.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", file=str(file), tensor=info.name) from error
+    with open_file(file) as (stream, size):
+        header = stream.read(HEADER_BYTES)
     if size != bank.nbytes:
         raise CheckpointError(
             f"{file} has {size} bytes, {bank.n_experts} records of {bank.layout.nbytes} take {bank.nbytes}: it is not "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -173,6 +174,12 @@ def test_a_file_cut_after_it_was_opened(folder: Path) -> None:
 def test_a_missing_layer(folder: Path) -> None:
     (folder / "experts-00000.bank").unlink()
     check_refused(folder, "experts-00000.bank cannot be read: No such file")
+
+
+def test_a_pipe_in_the_place_of_a_file(folder: Path) -> None:
+    (folder / "experts-00000.bank").unlink()
+    os.mkfifo(folder / "experts-00000.bank")
+    check_refused(folder, "experts-00000.bank cannot be read: it is a pipe or a device")
 
 
 def test_layers_that_changed_places(folder: Path) -> None:

@@ -222,10 +222,14 @@ class Format(ABC):
         rest = k % self.block
         return k // self.block * self.block_bytes + (self._bytes_of(rest) if rest else 0)
 
-    def pack(self, matrix: Matrix) -> NDArray[np.uint8]:
-        """Tiles (ceil(N/16), tile_bytes) uint8 of a matrix; missing rows are zero bytes."""
+    def pack(self, matrix: Matrix, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """Tiles (ceil(N/16), tile_bytes) uint8 of a matrix; missing rows are zero bytes.
+
+        out: where to write them, every byte; tiles may lie apart, the bytes of each may not.
+        """
         n, k = matrix.shape
-        out = np.zeros((-(-n // TILE_ROWS), self.tile_bytes(k)), np.uint8)
+        if out is None:
+            out = np.empty((-(-n // TILE_ROWS), self.tile_bytes(k)), np.uint8)
         codes = _pad_rows(matrix.codes, len(out) * TILE_ROWS)
         scales = None if matrix.scales is None else _pad_rows(matrix.scales, len(out) * TILE_ROWS)
         for width, blocks, first, at in self._runs(k):

@@ -126,12 +126,13 @@ class RecordLayout:
     def pack(self, expert: Expert, out: NDArray[np.uint8]) -> None:
         """Write an expert into `out` (nbytes,) uint8; every byte of it is set. Shapes must fit the layout."""
         self._check(expert)
-        out[...] = 0
-        tile = self.format.tile_bytes(self.hidden)
-        pairs = self._view(out, "gate_up").reshape(self.gate_tiles, 2, tile)
-        pairs[:, 0] = self.format.pack(expert.gate).reshape(self.gate_tiles, tile)
-        pairs[:, 1] = self.format.pack(expert.up).reshape(self.gate_tiles, tile)
-        self._view(out, "down")[...] = self.format.pack(expert.down).reshape(-1)
+        pairs = self._view(out, "gate_up").reshape(self.gate_tiles, 2, -1)
+        self.format.pack(expert.gate, pairs[:, 0])
+        self.format.pack(expert.up, pairs[:, 1])
+        self.format.pack(expert.down, self._view(out, "down").reshape(self.down_tiles, -1))
+        down, size = self.sections["down"]
+        out[self.sections["gate_up"][1] : down] = 0  # what follows the tiles is not written whole
+        out[down + size :] = 0
         self._write_globals(out, "gate_up_globals", expert.gate, expert.up)
         self._write_globals(out, "down_globals", expert.down, None)
         if self.bias:

@@ -1,14 +1,27 @@
-"""Fills banks from a checkpoint: expert by expert, several at once, never more than a few experts beside the banks."""
+"""Fills banks: expert by expert, several at once, never more than a few experts beside the banks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
 
 from freetoken.banks import Bank
-from freetoken.checkpoint.experts import LayerExperts
 from freetoken.formats.base import Format, Matrix
 from freetoken.formats.record import Expert
+
+Job = TypeVar("Job")
+
+
+class ExpertSource(Protocol):
+    """The experts of one layer, wherever they are."""
+
+    @property
+    def n_experts(self) -> int:
+        """How many."""
+
+    def read(self, expert: int) -> Expert:
+        """One of them; called from several threads."""
 
 
 def convert(expert: Expert, fmt: Format) -> Expert:
@@ -30,22 +43,26 @@ def convert(expert: Expert, fmt: Format) -> Expert:
 
 
 def fill_banks(
-    pairs: Iterable[tuple[Bank, LayerExperts]], threads: int, on_bytes: Callable[[int], object] = lambda n: None
+    pairs: Iterable[tuple[Bank, ExpertSource]], threads: int, on_bytes: Callable[[int], object] = lambda n: None
 ) -> None:
-    """Fill each bank with its group's experts, in the bank's format, with `threads` threads.
+    """Fill each bank with its source's experts, in the bank's format, with `threads` threads.
 
     on_bytes is called from those threads with the bytes of each record written. The first error stops the rest and
     is raised.
     """
 
-    def fill(job: tuple[Bank, LayerExperts, int]) -> None:
-        bank, group, expert = job
-        bank.put(expert, convert(group.read(expert), bank.layout.format))
+    def fill(job: tuple[Bank, ExpertSource, int]) -> None:
+        bank, source, expert = job
+        bank.put(expert, convert(source.read(expert), bank.layout.format))
         on_bytes(bank.layout.nbytes)
 
-    jobs = [(bank, group, expert) for bank, group in pairs for expert in range(group.n_experts)]
+    run_all(fill, [(bank, source, expert) for bank, source in pairs for expert in range(source.n_experts)], threads)
+
+
+def run_all(function: Callable[[Job], object], jobs: Collection[Job], threads: int) -> None:
+    """Call a function for each job in `threads` threads; the first error stops the rest and is raised."""
     with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="freetoken-load") as pool:
-        futures = [pool.submit(fill, job) for job in jobs]
+        futures = [pool.submit(function, job) for job in jobs]
         try:
             for future in futures:
                 future.result()

@@ -56,10 +56,10 @@ def fill_banks(
         bank.put(expert, convert(source.read(expert), bank.layout.format))
         on_bytes(bank.layout.nbytes)
 
-    run_all(fill, [(bank, source, expert) for bank, source in pairs for expert in range(source.n_experts)], threads)
+    run_jobs(fill, [(bank, source, expert) for bank, source in pairs for expert in range(source.n_experts)], threads)
 
 
-def run_all(function: Callable[[Job], object], jobs: Collection[Job], threads: int) -> None:
+def run_jobs(function: Callable[[Job], object], jobs: Collection[Job], threads: int) -> None:
     """Call a function for each job in `threads` threads; the first error stops the rest and is raised."""
     with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="freetoken-load") as pool:
         futures = [pool.submit(function, job) for job in jobs]

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from freetoken import formats, topology
 from freetoken.banks import Bank
 from freetoken.checkpoint.experts import gate_and_up_rows
-from freetoken.checkpoint.load import fill_banks, run_all
+from freetoken.checkpoint.load import fill_banks, run_jobs
 from freetoken.errors import ConfigError, FormatError, FreeTokenError, UnsupportedError
 from freetoken.executor import Activation, Executor
 from freetoken.formats.base import Format, Matrix
@@ -251,7 +251,7 @@ def _peak_bytes(sources: list[ModuleExperts]) -> int:
 
 def _check_weights(sources: list[ModuleExperts], threads: int) -> None:
     jobs = [(source, expert) for source in sources for expert in range(source.n_experts)]
-    run_all(lambda job: job[0].check(job[1]), jobs, threads)
+    run_jobs(lambda job: job[0].check(job[1]), jobs, threads)
 
 
 def _dispatch_here(model: PreTrainedModel, experts: dict[str, torch.nn.Module]) -> None:

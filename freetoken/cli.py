@@ -112,6 +112,23 @@ def inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def convert(args: argparse.Namespace) -> int:
+    """Write a checkpoint's experts in another format, for other engines."""
+    from freetoken import formats, topology
+    from freetoken.checkpoint.export import Export
+    from freetoken.checkpoint.open import open_any, scan_any
+    from freetoken.integration.hub import local_folder
+
+    fmt = None if args.expert_format is None else formats.get(args.expert_format)
+    threads = len(topology.read().workers(args.threads))
+    source = open_any(local_folder(args.source, args.revision, progress=sys.stderr.isatty()))
+    export = Export(scan_any(source, fmt), fmt)
+    with _bar(export.nbytes, "converting", "B") as bar:
+        done = export.write(args.destination, threads, bar.update)
+    _print(done, args.json)
+    return 0
+
+
 def bench_fidelity(args: argparse.Namespace) -> int:
     """Print the perplexity of a text for each format of the experts."""
     from freetoken import formats, load, report
@@ -179,6 +196,14 @@ def build_parser() -> argparse.ArgumentParser:
     three.add_argument("--expert-format", metavar="F", help="as if its experts were re-quantized to F")
     three.set_defaults(run=inspect)
 
+    five = commands.add_parser("convert", parents=[common], help="write a checkpoint that other engines read")
+    five.add_argument("source", metavar="SRC", help="folder or hub id")
+    five.add_argument("destination", metavar="DST", help="folder to make; SRC stays as it is")
+    five.add_argument("--to", required=True, choices=["compressed-tensors"], help="how its experts are spelled")
+    five.add_argument("--revision", help="branch, tag or commit of a hub id")
+    _add_expert_options(five)
+    five.set_defaults(run=convert)
+
     bench = commands.add_parser("bench", help="measure").add_subparsers(required=True, metavar="WHAT")
     four = bench.add_parser("fidelity", parents=[common], help="perplexity of a text, by format of the experts")
     four.add_argument("--model", required=True, help="folder, GGUF file or hub id")
@@ -222,10 +247,11 @@ def _quiet_transformers() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-def _bar(total: int, what: str) -> Any:
+def _bar(total: int, what: str, unit: str = "token") -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, unit="token", desc=what, disable=not sys.stderr.isatty(), delay=1, leave=False)
+    binary: dict[str, Any] = {"unit_scale": True, "unit_divisor": 1024} if unit == "B" else {}
+    return tqdm(total=total, unit=unit, desc=what, disable=not sys.stderr.isatty(), delay=1, leave=False, **binary)
 
 
 def _print(value: Any, as_json: bool) -> None:

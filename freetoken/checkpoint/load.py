@@ -25,21 +25,22 @@ class ExpertSource(Protocol):
 
 
 def convert(expert: Expert, fmt: Format) -> Expert:
-    """The expert in another format, from its exact values; itself when it is in that format already."""
-    if expert.gate.format is fmt:
-        return expert
-
-    def matrix(source: Matrix) -> Matrix:
-        return fmt.quantize_strips(source.shape, lambda start, stop: source.rows(start, stop).dequantize())
-
+    """The expert in another format, from its exact values."""
     return Expert(
-        matrix(expert.gate),
-        matrix(expert.up),
-        matrix(expert.down),
+        requantize(expert.gate, fmt),
+        requantize(expert.up, fmt),
+        requantize(expert.down, fmt),
         expert.gate_bias,
         expert.up_bias,
         expert.down_bias,
     )
+
+
+def requantize(matrix: Matrix, fmt: Format) -> Matrix:
+    """A matrix in another format, from its exact values; itself when it is in that format already."""
+    if matrix.format is fmt:
+        return matrix
+    return fmt.quantize_strips(matrix.shape, lambda start, stop: matrix.rows(start, stop).dequantize())
 
 
 def fill_banks(

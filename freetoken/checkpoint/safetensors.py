@@ -50,8 +50,8 @@ _MAX_HEADER = 100_000_000  # the format's own limit; the index of 130,000 tensor
 _MAX_SIZE = 2**63
 _MAX_NAME = 1024  # as for GGUF
 _MAX_DIMS = 8  # those of experts have 4 at most; NumPy allows 64 and fails at more
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 class TensorInfo(NamedTuple):
@@ -103,7 +103,7 @@ class Checkpoint:
             nbytes //= info.shape[0]
             offset += index * nbytes
         data = np.empty(nbytes, np.uint8)
-        _read_exactly(info, offset, data)
+        read_exactly(info, offset, data)
         return data
 
 
@@ -215,21 +215,21 @@ def check_overlap(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
-    index, single = folder / _INDEX, folder / _SINGLE
+    index, single = folder / INDEX, folder / SINGLE
     if not os.path.exists(index):
         if not os.path.exists(single):
             found = sorted(_list(folder))[:8]
             raise CheckpointError(
-                f"{folder} has neither {_SINGLE} nor {_INDEX}; found {', '.join(found) or 'nothing'}", file=str(folder)
+                f"{folder} has neither {SINGLE} nor {INDEX}; found {', '.join(found) or 'nothing'}", file=str(folder)
             )
         return read_header(single)
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from tensor to file", file=str(index))
-    if os.path.exists(single) and _SINGLE not in weight_map.values():
+    if os.path.exists(single) and SINGLE not in weight_map.values():
         # transformers would take the single file and ignore the index: two checkpoints saved over each other
         raise CheckpointError(
-            f"{folder} holds both {_SINGLE} and {_INDEX}, which does not name it: two checkpoints in one folder; "
+            f"{folder} holds both {SINGLE} and {INDEX}, which does not name it: two checkpoints in one folder; "
             "remove the files of the one that is not wanted",
             file=str(single),
         )
@@ -292,7 +292,8 @@ def _parse_json(raw: bytes, file: Path) -> dict[str, Any]:
     return value
 
 
-def _read_exactly(info: TensorInfo, offset: int, out: NDArray[np.uint8]) -> None:
+def read_exactly(info: TensorInfo, offset: int, out: NDArray[np.uint8]) -> None:
+    """Fill `out` from byte `offset` of a tensor's file on; raises `CheckpointError` where the file ends or fails."""
     view = out.data
     try:
         with info.file.open("rb", buffering=0) as stream:

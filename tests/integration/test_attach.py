@@ -1,4 +1,4 @@
-"""`attach`: the experts of a model in memory go to banks, to the same bits as by `load`, or the model stays as it was."""
+"""`attach`: experts of a model in memory go to banks, in the bits that `load` gives, or the model stays as it was."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from tests.support.checkpoints import qwen3_config
 from tests.support.families import find_decorated, make_config, make_model
 from tests.support.logits import check_logits, collect_logits
 
-FAMILIES: dict[str, tuple[dict[str, Any], bool, bool]] = {  # -> changes of the config; fused (in, out)?; g0 u0 g1 u1 ...?
+FAMILIES: dict[
+    str, tuple[dict[str, Any], bool, bool]
+] = {  # -> changes of the config; fused (in, out)?; g0 u0 g1 u1 ...?
     "aria_text": ({}, True, False),
     "deepseek_v3": ({}, False, False),
     "deepseek_v4": ({}, False, False),
@@ -223,7 +225,9 @@ def test_what_is_asked_of_memory(qwen3: Any, monkeypatch: pytest.MonkeyPatch) ->
     bank = 4 * freetoken.formats.record.RecordLayout(formats.get("q8_0"), 64, 32).nbytes
     room = Budget(bank - 1, "some/memory.max")
     monkeypatch.setattr("freetoken.memory.budget.available", lambda *args, **kwargs: room)
-    with pytest.raises(CapacityError, match=r"attaching the experts of Qwen3MoeForCausalLM .*some/memory\.max") as error:
+    with pytest.raises(
+        CapacityError, match=r"attaching the experts of Qwen3MoeForCausalLM .*some/memory\.max"
+    ) as error:
         freetoken.attach(qwen3, expert_format="q8_0")
     assert error.value.needed == bank  # type: ignore[attr-defined]
     assert torch.equal(collect_logits(qwen3, 96), before)
@@ -387,7 +391,7 @@ def test_experts_quantized_by_transformers() -> None:
     model = make_model(make_config("qwen3_moe", {}))
     for layer in model.model.layers:
         layer.mlp.experts = FP8Experts(model.config, block_size=(32, 32))
-    with pytest.raises(UnsupportedError, match="no experts module|float8"):
+    with pytest.raises(UnsupportedError, match=r"no experts module|float8"):
         freetoken.attach(model, expert_format="nvfp4")
 
 

@@ -8,6 +8,8 @@ threads; nothing larger is held.
 nvfp4: engines fuse gate and up and use one global scale for both, and what llm-compressor writes has them equal. So
 gate and up of an expert are quantized here as one matrix. A source that is nvfp4 already keeps its codes where its two
 globals are equal. A factor (ModelOpt's) becomes a divisor, which rounds once, by 2**-24 at most.
+
+fp8_block: scales are written in fp32, as they are; llm-compressor's own are bf16, which would round them.
 """
 
 from __future__ import annotations

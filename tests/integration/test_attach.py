@@ -127,6 +127,8 @@ def test_the_same_bits_as_by_load(shared_dir: Path, name: str, dtype: torch.dtyp
         assert (ours == theirs).all()
     assert torch.equal(collect_logits(attached, 96), collect_logits(loaded, 96))
     assert attached.state_dict().keys() == loaded.state_dict().keys()
+    assert attached.config.to_dict() == loaded.config.to_dict()
+    assert attached.is_quantized and attached.quantization_method == loaded.quantization_method
     facts = freetoken.report(attached)
     assert facts == freetoken.report(loaded)
     assert facts.formats == (fmt,)

@@ -40,8 +40,7 @@ def test_nvfp4_loads_as_an_independent_reading_of_it(shared_dir: Path, tmp_path:
     source = shared_dir / "checkpoints" / f"bf16-transformers-{name}"
     export_compressed_tensors(source, tmp_path / "m", formats.get("nvfp4"), 2)
     found, _ = freetoken.load(tmp_path / "m", dtype=torch.float32)
-    if name != "deepseekv4":  # the oracle takes a `weight` beside others of that name for a router's
-        check_logits(found, stock_model(tmp_path / "m", dequantize_folder(tmp_path / "m"), tmp_path / "stock"))
+    check_logits(found, stock_model(tmp_path / "m", dequantize_folder(tmp_path / "m"), tmp_path / "stock"))
     plain, _ = freetoken.load(source, dtype=torch.float32)
     requantized, _ = freetoken.load(source, dtype=torch.float32, expert_format="nvfp4")
     errors = [0.0, 0.0]

@@ -25,7 +25,9 @@ class ExpertSource(Protocol):
 
 
 def convert(expert: Expert, fmt: Format) -> Expert:
-    """The expert in another format, from its exact values."""
+    """The expert in another format, from its exact values; itself when it is in that format already."""
+    if expert.gate.format is fmt:
+        return expert
     return Expert(
         requantize(expert.gate, fmt),
         requantize(expert.up, fmt),

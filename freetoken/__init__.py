@@ -3,6 +3,7 @@
     model, tokenizer = freetoken.load("path or hub id")     # an ordinary transformers model
     model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=60)
     print(freetoken.report(model))
+    freetoken.attach(other, expert_format="nvfp4")          # a transformers model that is in memory already
 
 A reader's path: `load` (integration/transformers.py), then `executor.Executor.run`, then `kernels/_experts.pyx`, then
 one `kernels/tile_<format>.h`. docs/architecture.md maps every module. Importing this starts no threads, probes nothing
@@ -11,6 +12,7 @@ and imports neither torch nor transformers.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from freetoken.errors import (
 )
 
 if TYPE_CHECKING:
+    from freetoken.integration.attach import attach
     from freetoken.integration.transformers import load
     from freetoken.model_report import report
 
@@ -40,22 +43,23 @@ __all__ = [
     "FreeTokenError",
     "UnsupportedError",
     "__version__",
+    "attach",
     "load",
     "report",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`load` and `report` are imported when first used."""
-    if name == "load":
+    """`load`, `attach` and `report` are imported when first used."""
+    if name in ("load", "attach"):
+        module = "transformers" if name == "load" else "attach"
         try:
-            from freetoken.integration.transformers import load
+            return getattr(importlib.import_module(f"freetoken.integration.{module}"), name)
         except ModuleNotFoundError as error:
             raise UnsupportedError(
-                f"{error.name} is not installed, and loading a model needs it: pip install freetoken[models]",
+                f"{error.name} is not installed, and {name}() needs it: pip install freetoken[models]",
                 feature=str(error.name),
             ) from error
-        return load
     if name == "report":
         from freetoken.model_report import report
 

@@ -114,10 +114,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Write a folder whose experts lie as records, ready to be read into banks or mapped."""
+    """Write experts as they lie in banks, or with --to as other engines read them."""
     from freetoken import formats, topology
-    from freetoken.checkpoint.convert import Conversion
-    from freetoken.checkpoint.gguf import GgufCheckpoint
     from freetoken.checkpoint.open import open_any, scan_any
     from freetoken.integration.hub import local_folder
 
@@ -125,17 +123,33 @@ def convert(args: argparse.Namespace) -> int:
     threads = len(topology.read().workers(args.threads))
     # code that comes with a model goes along; nothing here runs it
     folder = local_folder(args.source, args.revision, trust_remote_code=True, progress=sys.stderr.isatty())
-    source = open_any(folder)
-    found = scan_any(source, fmt)
+    found = scan_any(open_any(folder), fmt)
+    write = _export if args.to else _convert
+    _print(write(found, fmt, args.destination, threads), args.json)
+    return 0
+
+
+def _export(found: Any, fmt: Any, destination: str, threads: int) -> Any:
+    from freetoken.checkpoint.export import Export
+
+    export = Export(found, fmt)
+    with _bar(export.nbytes, "converting", "B") as bar:
+        return export.write(destination, threads, bar.update)
+
+
+def _convert(found: Any, fmt: Any, destination: str, threads: int) -> Any:
+    from freetoken.checkpoint.convert import Conversion
+    from freetoken.checkpoint.gguf import GgufCheckpoint
+
     beside = None
-    if isinstance(source, GgufCheckpoint):
+    if isinstance(found.checkpoint, GgufCheckpoint):
         from freetoken.integration.gguf import beside_experts
 
         beside = beside_experts(found)
-    conversion = Conversion(found, args.destination, fmt, beside)
+    conversion = Conversion(found, destination, fmt, beside)
     try:
         with _bar(conversion.nbytes, "converting", "B") as bar:
-            done = conversion.run(threads, bar.update)
+            return conversion.run(threads, bar.update)
     except KeyboardInterrupt:
         if conversion.partial.exists():
             print(
@@ -143,8 +157,6 @@ def convert(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         raise
-    _print(done, args.json)
-    return 0
 
 
 def bench_fidelity(args: argparse.Namespace) -> int:
@@ -218,6 +230,7 @@ def build_parser() -> argparse.ArgumentParser:
     five = commands.add_parser("convert", parents=[common], help="write experts as they lie in banks: loads fast")
     five.add_argument("source", metavar="SRC", help="folder, GGUF file or hub id")
     five.add_argument("destination", metavar="DST", help="folder to make; SRC stays as it is")
+    five.add_argument("--to", choices=["compressed-tensors"], help="write for other engines instead")
     five.add_argument("--revision", help="branch, tag or commit of a hub id")
     _add_expert_options(five)
     five.set_defaults(run=convert)

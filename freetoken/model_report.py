@@ -60,11 +60,11 @@ class Report:
 
 
 def report(model: Any) -> Report:
-    """Report on a model from `freetoken.load`; raises `FreeTokenError` for any other model."""
+    """Report on a model from `freetoken.load` or `attach`; raises `FreeTokenError` for any other model."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     layers = [layer for module in modules if (layer := layer_of(module)) is not None]
     if not layers:
-        raise FreeTokenError(f"{type(model).__name__} has no expert banks: only models from freetoken.load have")
+        raise FreeTokenError(f"{type(model).__name__} has no banks: only models from freetoken.load or attach have")
     per_token = experts_per_token(model.config.get_text_config().to_dict())
     executor, layout = layers[0].executor, layers[0].bank.layout
     return Report(

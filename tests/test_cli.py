@@ -140,6 +140,12 @@ def test_interrupt_ends_cleanly() -> None:
         (["inspect", "no-such-folder"], ["no-such-folder", "does not exist"]),
         (["inspect", str(Path(__file__))], ["is a file"]),
         (["bench", "fidelity", "--model", str(demo.path()), "--text", "no-such-text"], ["no-such-text"]),
+        (["convert", "no-such-folder", "x", "--to", "compressed-tensors"], ["no-such-folder", "does not exist"]),
+        (["convert", str(demo.path()), str(Path(__file__).parent), "--to", "compressed-tensors"], ["exists already"]),
+        (
+            ["convert", str(demo.path()), "x", "--to", "compressed-tensors", "--expert-format", "q8_0"],
+            ["q8_0", "nvfp4"],
+        ),
         (["bench", "fidelity", "--model", str(demo.path()), "--text", "x", "--formats", "q8_0,q9"], ["q9"]),
     ],
 )
@@ -204,6 +210,23 @@ def test_inspect_and_load_agree_on_bytes(capsys: pytest.CaptureFixture[str]) -> 
     loaded = run_json(capsys, "generate", "--max-new-tokens", "1", "--expert-format", "q8_0")["report"]
     for name in ("bank_bytes", "expert_bytes", "expert_bytes_per_token"):
         assert seen[name] == loaded[name]
+
+
+def test_convert_for_other_engines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    args = ("convert", str(demo.path()), str(folder), "--to", "compressed-tensors", "--expert-format", "mxfp4")
+    found = run_json(capsys, *args)
+    assert (found["format"], found["layers"], found["experts"]) == ("mxfp4", 4, 64)
+    assert found["file_bytes"] < sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    seen = run_json(capsys, "inspect", str(folder))
+    assert seen["loads"]
+    assert seen["formats"] == ["mxfp4 (compressed-tensors, one by one)"]
+    assert seen["file_bytes"] == found["file_bytes"]
+    assert (folder / "tokenizer.json").read_bytes() == (demo.path() / "tokenizer.json").read_bytes()
+    text = run_json(capsys, "generate", "--model", str(folder), "--max-new-tokens", "8", "--temperature", "0")
+    assert text["report"]["formats"] == ["mxfp4"]
+    assert main([*args]) == 2
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_bench_fidelity_compares_formats(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

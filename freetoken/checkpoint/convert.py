@@ -7,10 +7,8 @@ of that name is always complete. Beside the records of a few experts nothing lar
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import threading
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from freetoken import __version__
-from freetoken.checkpoint.beside import Beside, deal_out, stored_beside, write_at, write_index, write_safetensors
+from freetoken.checkpoint.beside import Beside, stored_beside, write_safetensors
 from freetoken.checkpoint.experts import ExpertScan, LayerExperts
 from freetoken.checkpoint.inspect import check_config
 from freetoken.checkpoint.journal import Journal
 from freetoken.checkpoint.load import run_jobs, write_record
 from freetoken.checkpoint.records import HEADER_BYTES, JOURNAL, KIND, MANIFEST, VERSION, BankFile
-from freetoken.errors import CapacityError, CheckpointError, ConfigError, FormatError
+from freetoken.checkpoint.write import check_free, deal_out, require_space, sync, write_at, write_error, write_index
+from freetoken.errors import CheckpointError, FormatError
 from freetoken.formats.base import Format
 from freetoken.formats.record import LAYOUT_VERSION
 from freetoken.units import format_bytes
@@ -76,7 +75,7 @@ class Conversion:
         self.found = found
         place = Path(destination)
         self.destination = place if place.name else Path(os.path.abspath(place))
-        self._check_destination()
+        check_free(self.destination)
         self.partial = self.destination.with_name(f"{self.destination.name}.partial")
         self.beside = stored_beside(found) if beside is None else beside
         self.banks = tuple(
@@ -123,7 +122,10 @@ class Conversion:
             with Journal(self.partial, identity) as journal:
                 kept = self._run(journal, source, threads, on_bytes)
         except OSError as error:
-            raise self._write_error(error) from error
+            kept_too = (
+                f"what is finished stays in {self.partial}" if os.path.exists(self.partial) else "nothing of it stays"
+            )
+            raise write_error(error, self.destination.absolute(), self.nbytes, kept_too) from error
         return Converted(
             str(self.destination),
             len(self.banks),
@@ -138,48 +140,26 @@ class Conversion:
         try:
             kept = sum(bank.data_bytes for bank in self.banks if bank.name in journal.finished)
             kept += sum(t.nbytes for name, shard in self.shards.items() if name in journal.finished for t in shard)
-            self._require_space(kept)
+            require_space(self.partial, self.nbytes - kept + len(self.banks) * HEADER_BYTES)
             on_bytes(kept)
             self.beside.write_files(self.partial)
-            if len(self.shards) > 1:
-                write_index(self.partial, self.shards)
+            write_index(self.partial, self.shards)
             self._write_dense(journal, on_bytes)
             self._write_banks(journal, threads, on_bytes)
             self._write_manifest(journal)
             if _fingerprint(self.found) != source:
                 path = self.found.checkpoint.path
                 raise CheckpointError(f"{path} was changed while it was converted; start again", file=str(path))
-            self._check_destination()
+            check_free(self.destination)
         except BaseException as error:
             if not journal.finished or isinstance(error, CheckpointError | FormatError):
                 journal.discard()
             raise
-        _sync(self.partial)
+        sync(self.partial)
         os.rename(self.partial, self.destination)
         (self.destination / JOURNAL).unlink()
-        _sync(self.destination.parent)
+        sync(self.destination.parent)
         return kept
-
-    def _check_destination(self) -> None:
-        place = self.destination
-        if os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())):
-            raise ConfigError(
-                f"{place} exists already; name a folder that does not, or remove it first",
-                name="destination",
-                value=str(place),
-                expected="a folder that does not exist or is empty",
-            )
-
-    def _require_space(self, kept: int) -> None:
-        needed, free = self.nbytes - kept + len(self.banks) * HEADER_BYTES, shutil.disk_usage(self.partial).free
-        if needed > free:
-            raise CapacityError(
-                f"converting to {self.destination} writes {format_bytes(needed)}, and the disk has "
-                f"{format_bytes(free)} left: free some, or choose another place or a smaller format",
-                needed=needed,
-                available=free,
-                where=str(self.destination.absolute().parent),
-            )
 
     def _write_dense(self, journal: Journal, on_bytes: Callable[[int], object]) -> None:
         for name, tensors in self.shards.items():
@@ -228,18 +208,7 @@ class Conversion:
         }
         (self.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         for path in self.partial.iterdir():
-            _sync(path)
-
-    def _write_error(self, error: OSError) -> CapacityError | ConfigError:
-        kept = f"what is finished stays in {self.partial}" if os.path.exists(self.partial) else "nothing of it stays"
-        what = f"{error.filename or self.partial} cannot be written: {error.strerror or error}; {kept}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            where = str(self.destination.absolute().parent)
-            free = shutil.disk_usage(where).free if os.path.isdir(where) else 0
-            return CapacityError(
-                f"{what}. Make room and run the same command again", needed=self.nbytes, available=free, where=where
-            )
-        return ConfigError(what, name="destination", value=str(self.destination), expected="a place to write to")
+            sync(path)
 
 
 class _BankWriter:
@@ -288,11 +257,3 @@ def _fingerprint(found: ExpertScan) -> dict[str, list[int]]:
     except OSError as error:
         raise CheckpointError(f"{error.filename} is gone: {error.strerror}", file=str(error.filename)) from error
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -151,7 +151,7 @@ class ExpertGroup(LayerExperts):
         both, down = self.parts[-1, "gate_up_proj"], self.parts[-1, "down_proj"]
         codes, scales = self._codes(both, expert), self._scales(both, "gate_up_proj", expert)
         bias = self._bias(both, expert)
-        first, second = self._gate_and_up_rows()
+        first, second = gate_and_up_rows(self.interleaved, self.intermediate)
 
         def pick(array: NDArray[Any] | None, rows: slice) -> NDArray[Any] | None:
             return None if array is None else np.ascontiguousarray(array[rows])
@@ -164,11 +164,6 @@ class ExpertGroup(LayerExperts):
             pick(bias, second),
             self._bias(down, expert),
         )
-
-    def _gate_and_up_rows(self) -> tuple[slice, slice]:
-        if self.interleaved:
-            return slice(0, None, 2), slice(1, None, 2)
-        return slice(0, self.intermediate), slice(self.intermediate, None)
 
     def _codes(self, parts: Parts, expert: int) -> NDArray[Any]:
         codes = self._tensor(parts, "codes", expert)
@@ -213,6 +208,13 @@ class ExpertGroup(LayerExperts):
         if not np.isfinite(bias).all():
             raise _damaged(info, f"the bias of expert {expert} holds a NaN or infinite number")
         return bias
+
+
+def gate_and_up_rows(interleaved: bool, intermediate: int) -> tuple[slice, slice]:
+    """Which rows of a fused gate and up are gate's and which are up's."""
+    if interleaved:
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(0, intermediate), slice(intermediate, None)
 
 
 @dataclass(frozen=True)

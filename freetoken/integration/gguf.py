@@ -105,8 +105,7 @@ def _stored(name: str, info: TensorInfo, checkpoint: GgufCheckpoint) -> DenseTen
         for values in _strips(info, checkpoint):
             yield torch.from_numpy(values).to(_STORED[dtype]).view(torch.uint8).numpy().reshape(-1)
 
-    nbytes = math.prod(info.shape) * _STORED[dtype].itemsize
-    return DenseTensor(name, dtype, info.shape, nbytes, pieces)
+    return DenseTensor(name, dtype, info.shape, pieces)
 
 
 def _unpack(info: TensorInfo, checkpoint: GgufCheckpoint, dtype: torch.dtype) -> torch.Tensor:

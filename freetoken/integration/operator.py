@@ -51,8 +51,8 @@ def experts_forward(
     handle = getattr(module, _HANDLE, None)
     if handle is None:
         raise FreeTokenError(
-            f"{type(module).__name__} has no expert bank: only models from freetoken.load may use "
-            f"experts_implementation={IMPLEMENTATION!r}"
+            f"{type(module).__name__} has no expert bank: only models from freetoken.load or freetoken.attach may use "
+            f"experts_implementation={IMPLEMENTATION!r}; if attach was interrupted, call it again to finish"
         )
     result: torch.Tensor = torch.ops.freetoken.experts(hidden_states, top_k_index, top_k_weights, handle)
     return result

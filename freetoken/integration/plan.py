@@ -31,13 +31,12 @@ class LoadPlan:
 
     def before_weights(self, model: torch.nn.Module) -> None:
         """Match modules and groups on the skeleton, then take the experts' parameters away."""
-        experts = {name: module for name, module in model.named_modules() if _is_experts_module(module)}
+        experts = find_experts(model)
         matched = match_groups(model, experts, self.scan)
         self.modules = tuple((experts[name], group, find_activation(experts[name])) for name, group in matched.items())
         for name, module in experts.items():
             check_shapes(name, module, matched[name])
-            for parameter in list(module._parameters):
-                module.register_parameter(parameter, None)
+            drop_parameters(module)
             block = model.get_submodule(name.rpartition(".")[0])  # some initialize their experts
             module._is_hf_initialized = block._is_hf_initialized = True  # type: ignore[assignment]
         ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -88,12 +87,6 @@ def match_groups(
 
     Experts that the model's class ignores may stay without a module.
     """
-    if not experts:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no experts module of the kind transformers dispatches; "
-            "its experts cannot be moved into banks",
-            feature=type(model).__name__,
-        )
     spare = {group.prefix for group in found.groups if _is_ignored(model, group)}
     by_layer: dict[int, list[LayerExperts]] = {}
     for group in found.groups:
@@ -144,15 +137,8 @@ def _is_ignored(model: Any, group: LayerExperts) -> bool:
 
 def check_shapes(name: str, module: torch.nn.Module, group: LayerExperts) -> None:
     """The skeleton built from config.json and the tensors on disk must agree on experts, widths, biases, order."""
-    gate_up = module._parameters.get("gate_up_proj")
-    if gate_up is None:
-        raise UnsupportedError(
-            f"{type(module).__name__} has no gate_up_proj; its experts are of a kind that is not supported",
-            feature=type(module).__name__,
-        )
-    n, a, b = gate_up.shape
-    wide, hidden = (b, a) if module.is_transposed else (a, b)
-    built = {"experts": n, "expert width": wide // 2, "hidden size": hidden, "biases": bool(module.has_bias)}
+    n, hidden, intermediate = shape_of_module(module)
+    built = {"experts": n, "expert width": intermediate, "hidden size": hidden, "biases": bool(module.has_bias)}
     on_disk = {
         "experts": group.n_experts,
         "expert width": group.intermediate,
@@ -173,8 +159,36 @@ def check_shapes(name: str, module: torch.nn.Module, group: LayerExperts) -> Non
             )
 
 
-def _is_experts_module(module: torch.nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("is_transposed", "has_bias", "has_gate", "_apply_gate"))
+def find_experts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Name -> module of all experts that transformers dispatches; raises `UnsupportedError` when there are none."""
+    signs = ("is_transposed", "has_bias", "has_gate", "_apply_gate")
+    experts = {n: module for n, module in model.named_modules() if all(hasattr(module, sign) for sign in signs)}
+    if not experts:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no experts module of the kind transformers dispatches; "
+            "its experts cannot be moved into banks",
+            feature=type(model).__name__,
+        )
+    return experts
+
+
+def shape_of_module(module: torch.nn.Module) -> tuple[int, int, int]:
+    """(experts, hidden size, expert width) that an experts module was built with."""
+    gate_up = module._parameters.get("gate_up_proj")
+    if gate_up is None or gate_up.dim() != 3:
+        raise UnsupportedError(
+            f"{type(module).__name__} has no gate_up_proj; its experts are of a kind that is not supported",
+            feature=type(module).__name__,
+        )
+    n, a, b = gate_up.shape
+    wide, hidden = (b, a) if module.is_transposed else (a, b)
+    return n, hidden, wide // 2
+
+
+def drop_parameters(module: torch.nn.Module) -> None:
+    """Take a module's own parameters away; their names stay, without a value."""
+    for name in list(module._parameters):
+        module.register_parameter(name, None)
 
 
 def _wanted_dense(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:

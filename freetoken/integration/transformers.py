@@ -109,7 +109,7 @@ def load(
     with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
         found.check_scales(bar.update)
     config = _read_config(found.checkpoint, trust_remote_code)
-    resolved = _resolve_dtype(config, dtype)
+    resolved = resolve_dtype(config, dtype)
     executor = Executor(workers, resolved, machine.why(threads))
     tokenizer = _load_tokenizer(found.checkpoint, trust_remote_code)
     plan = LoadPlan(found, fmt)
@@ -135,7 +135,8 @@ def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     return config
 
 
-def _resolve_dtype(config: Any, dtype: torch.dtype | str | None) -> torch.dtype:
+def resolve_dtype(config: Any, dtype: torch.dtype | str | None) -> torch.dtype:
+    """The dtype of the dense part: what was asked for or else what the config says; raises `ConfigError`."""
     value: Any = dtype if dtype not in (None, "auto") else getattr(config.get_text_config(), "dtype", None)
     if isinstance(value, str):
         value = getattr(torch, value, value)
@@ -205,15 +206,25 @@ def _auto_class(config: Any) -> Any:
 def _attach_experts(model: Any, plan: LoadPlan, executor: Executor, shared: bool, show: bool) -> None:
     pairs = [(_make_bank(group, plan.format, shared), group) for _, group, _ in plan.modules]
     total = sum(bank.nbytes for bank, _ in pairs)
-    with tqdm(
-        total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="expert banks", disable=not show, delay=1
-    ) as bar:
+    with banks_bar(total, show) as bar:
         fill_banks(pairs, len(executor.workers), bar.update)
     for (module, _, activation), (bank, _) in zip(plan.modules, pairs, strict=True):
         attach_layer(module, executor.bind(bank, activation))
+    finish(model)
+    logger.info("%d expert layers, %d bytes in banks", len(pairs), total)
+
+
+def banks_bar(total: int, show: bool) -> Any:
+    """A bar of bytes of banks filled."""
+    return tqdm(
+        total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="expert banks", disable=not show, delay=1
+    )
+
+
+def finish(model: Any) -> None:
+    """What any model with banks is: without gradients, and refused after a fork."""
     model.requires_grad_(False)
     refuse_after_fork(model)
-    logger.info("%d expert layers, %d bytes in banks", len(pairs), total)
 
 
 def _make_bank(group: LayerExperts, fmt: Format | None, shared: bool) -> Bank:

@@ -22,7 +22,7 @@ import pytest
 import freetoken.checkpoint.convert as convert_module
 from freetoken import formats
 from freetoken.banks import Bank
-from freetoken.checkpoint import beside
+from freetoken.checkpoint import write
 from freetoken.checkpoint.beside import DenseTensor
 from freetoken.checkpoint.convert import Conversion
 from freetoken.checkpoint.load import fill_banks
@@ -105,8 +105,8 @@ def test_everything_else_goes_along(tmp_path: Path) -> None:
 def test_a_large_dense_part_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read by safetensors itself; pieces smaller than a tensor."""
     safetensors = pytest.importorskip("safetensors.torch")
-    monkeypatch.setattr(beside, "_MAX_FILE", 20_000)
-    monkeypatch.setattr(beside, "_PIECE", 1000)
+    monkeypatch.setattr(write, "_FILE_BYTES", 20_000)
+    monkeypatch.setattr(write, "_PIECE", 1000)
     tensors = qwen3_tensors() | {
         "model.odd": ("U8", np.arange(3, dtype=np.uint8)),
         "model.wide": ("F32", np.ones(2, np.float32)),
@@ -206,7 +206,7 @@ def test_a_destination_that_exists(tmp_path: Path) -> None:
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conversion = prepare(write_qwen3(tmp_path / "source"), tmp_path / "m")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 5000))
-    with pytest.raises(CapacityError, match=r"writes 1\d\d\.\d KiB, and the disk has 5000 bytes left") as caught:
+    with pytest.raises(CapacityError, match=r"1\d\d\.\d KiB are to be written to .*, and the disk has 5000 bytes left") as caught:
         conversion.run(2)
     assert caught.value.needed == conversion.nbytes + LAYERS * HEADER_BYTES  # type: ignore[attr-defined]
     assert caught.value.available == 5000  # type: ignore[attr-defined]
@@ -550,8 +550,8 @@ def test_converting_imports_no_torch(tmp_path: Path) -> None:
 
 
 def test_tensors_are_dealt_out_in_order() -> None:
-    tensors = [DenseTensor(str(n), "U8", (n,), n << 30, lambda: iter(())) for n in (1, 3, 6, 2, 2, 2)]
-    dealt = beside.deal_out(tensors)
+    tensors = [DenseTensor(str(n), "U8", (n << 30,), lambda: iter(())) for n in (1, 3, 6, 2, 2, 2)]
+    dealt = write.deal_out(tensors)
     assert [[t.nbytes >> 30 for t in file] for file in dealt.values()] == [[1, 3], [6], [2, 2], [2]]
     assert all(re.fullmatch(r"model-0000\d-of-00004\.safetensors", name) for name in dealt)
-    assert list(beside.deal_out([])) == ["model.safetensors"]
+    assert list(write.deal_out([])) == ["model.safetensors"]

@@ -45,3 +45,9 @@ CPU_ISA = Choice(
     ("auto", "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"),
     "highest instruction set that CPU expert kernels may use; auto takes the best this CPU has",
 )
+CPU_CORES = Choice(
+    "FREETOKEN_CPU_CORES",
+    "auto",
+    ("auto", "performance", "all"),
+    "cores of a hybrid processor that get workers; auto takes the performance cores",
+)

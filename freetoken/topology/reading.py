@@ -6,13 +6,14 @@ import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from freetoken import cgroup
 from freetoken.errors import ConfigError
 from freetoken.topology import sysfs
 from freetoken.topology.machine import Topology
 from freetoken.topology.ranks import Rank, find_rank
-from freetoken.topology.sysfs import Node, format_cpu_list, parse_cpu_list
+from freetoken.topology.sysfs import Node, format_cpu_list, parse_cpu_list, read_siblings
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +29,8 @@ def read(
     root: folder that holds sys/ and proc/.
     affinity: CPUs to take as the mask instead of asking the system; those that are not online are left out.
     rank: this process among those that share the allowed CPUs; None asks `find_rank` on the real machine.
-    Where the system is silent the answer is coarser (`source`), never an exception. Raises ConfigError for an
-    injected `affinity` without any online CPU, or a rank that is not below its count.
+    Where the system is silent the answer is coarser (`source`, no nodes), never an exception. Raises ConfigError for
+    an injected `affinity` without any online CPU, or a rank that is not below its count.
     """
     base = Path(root)
     real = base == Path("/")
@@ -49,7 +50,8 @@ def read(
         mems=_read_mems(base, pid, nodes),
         performance=tuple(sorted(performance)),
         efficiency=tuple(sorted(efficiency)),
-        pci_nodes=sysfs.read_pci_nodes(base),
+        pci=sysfs.read_pci(base),
+        mask=tuple(sorted(allowed)),
         allowed=tuple(sorted(allowed)),
         quota=cgroup.cpu_quota(root, pid=pid),
         rank=Rank(),
@@ -60,6 +62,16 @@ def read(
     topology = topology.slice_for(_check_rank(rank))
     logger.debug("%r", topology)
     return topology
+
+
+def describe(root: str | os.PathLike[str] = "/", allowed: Iterable[int] | None = None) -> dict[str, Any]:
+    """Return `Topology.to_dict` of the machine at `root`; with `allowed`, cores and compute nodes are those of them."""
+    found = read(root, affinity=allowed)
+    facts = found.to_dict()
+    if allowed is not None:
+        facts["physical_cores"] = list(found.physical_core_cpus())
+        facts["nodes_with_cpus"] = list(found.compute_nodes)
+    return facts
 
 
 def _check_rank(rank: Rank) -> Rank:
@@ -77,9 +89,11 @@ def _read_mask(base: Path, pid: int | str, online: frozenset[int]) -> frozenset[
             return frozenset(os.sched_getaffinity(0 if pid == "self" else int(pid)))
         except (AttributeError, OSError):  # not Linux, or no such process
             return online or frozenset(range(os.cpu_count() or 1))
+    # A dump's list may name CPUs that are off or were never there, which the calls above leave out.
     listed = _parse_or_none(_read_status(base, pid, "Cpus_allowed_list"))
-    if listed:
-        return listed
+    running = frozenset(cpu for cpu in listed if cpu in online or read_siblings(base, cpu))
+    if running:
+        return running
     limited = _parse_or_none(cgroup.cpuset(base, pid=pid)[0]) & online
     return limited or online or frozenset(range(os.cpu_count() or 1))
 
@@ -133,6 +147,6 @@ def _guess_cores(allowed: frozenset[int]) -> tuple[tuple[int, ...], ...]:
 
     try:
         n_cores = psutil.cpu_count(logical=False)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: psutil where it does not know the system
         n_cores = None
     return tuple((cpu,) for cpu in sorted(allowed)[: max(1, n_cores or len(allowed))])

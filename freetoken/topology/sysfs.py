@@ -6,6 +6,7 @@ says nothing: the answer is then empty or coarser, never an exception.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,12 @@ from freetoken.cgroup import parse_kernel_int, read_kernel_file
 _MAX_CPUS = 1 << 16
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
+_PCI = "sys/bus/pci/devices"
+_NVIDIA = "proc/driver/nvidia/gpus"
+_GPU_MAKERS = {0x10DE: "NVIDIA", 0x1002: "AMD", 0x8086: "Intel"}
+_VGA, _DISPLAY, _ACCELERATOR = 0x0300, 0x03, 0x1200
+"""PCI classes: a display with VGA, all displays, accelerators."""
+_MASKS = ("thread_siblings", "core_cpus", "cpumap")
 _SAME_KIND = 0.85
 """Cores whose clocks differ by less are of one kind: favoured cores of one kind reach 4 % more, an E-core 22 % less."""
 
@@ -25,13 +32,26 @@ _SAME_KIND = 0.85
 class Node:
     """A NUMA node. cpus: its online CPUs. memory_bytes: what it has, None where that is not said.
 
-    distances: from this node to others by their ids, 10 to itself (ACPI SLIT); empty where it is not said.
+    distances: pairs of a node's id and how far it is from this one, 10 to itself (ACPI SLIT); empty where it is not
+        said.
     """
 
     id: int
     cpus: tuple[int, ...]
     memory_bytes: int | None
-    distances: Mapping[int, int]
+    distances: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class PciDevice:
+    """A PCI device. address: "0000:17:00.0". node: its NUMA node, -1 where that is not known.
+
+    gpu: what a GPU or accelerator is called, as far as it is said; "" for other devices.
+    """
+
+    address: str
+    node: int
+    gpu: str = ""
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
@@ -68,11 +88,7 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 def read_list(*files: Path) -> frozenset[int]:
     """The numbers of the first of these files that holds a list or, if its name is not that of a list, a mask."""
     for file in files:
-        parse = (
-            parse_cpu_mask
-            if file.name.endswith(("siblings", "cpumap", "core_cpus", "package_cpus"))
-            else parse_cpu_list
-        )
+        parse = parse_cpu_mask if file.name in _MASKS else parse_cpu_list
         try:
             found = parse(read_kernel_file(file))
         except ValueError:
@@ -128,7 +144,10 @@ def group_cores(siblings: Mapping[int, frozenset[int]]) -> tuple[tuple[int, ...]
 
 
 def read_nodes(root: Path, online: frozenset[int]) -> tuple[Node, ...]:
-    """Online NUMA nodes; none where the system has no folder for them. CPUs count once, in the lowest node."""
+    """Online NUMA nodes; none where the system has no folder for them or tells the CPUs of none.
+
+    A CPU that two nodes claim counts in the lower one.
+    """
     folder = root / _NODES
     listed = read_list(folder / "online")
     found = dict(_numbered(folder, "node"))
@@ -138,7 +157,7 @@ def read_nodes(root: Path, online: frozenset[int]) -> tuple[Node, ...]:
         cpus = free & read_list(found[node] / "cpulist", found[node] / "cpumap")
         free -= cpus
         nodes.append(Node(node, tuple(sorted(cpus)), _read_memory(found[node]), _read_distances(found[node], ids)))
-    return tuple(nodes)
+    return tuple(nodes) if len(free) < len(online) else ()
 
 
 def _read_memory(folder: Path) -> int | None:
@@ -146,23 +165,44 @@ def _read_memory(folder: Path) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def _read_distances(folder: Path, ids: list[int]) -> dict[int, int]:
-    """By node id: the kernel gives one number for each online node, in ascending order."""
-    numbers = [parse_kernel_int(word) for word in read_kernel_file(folder / "distance").split()]
-    if len(numbers) != len(ids) or any(number is None or number <= 0 for number in numbers):
-        return {}
-    return {node: number for node, number in zip(ids, numbers, strict=True) if number is not None}
+def _read_distances(folder: Path, ids: list[int]) -> tuple[tuple[int, int], ...]:
+    """The kernel gives one number for each online node, in ascending order of ids."""
+    words = [parse_kernel_int(word) for word in read_kernel_file(folder / "distance").split()]
+    numbers = [word for word in words if word is not None and word > 0]
+    return tuple(zip(ids, numbers, strict=True)) if len(words) == len(numbers) == len(ids) else ()
 
 
-def read_pci_nodes(root: Path) -> dict[str, int]:
-    """PCI address -> node of each device, -1 where that is not known."""
-    folder = root / "sys/bus/pci/devices"
-    try:
-        devices = sorted(path.name for path in folder.iterdir())
-    except OSError:
-        return {}
-    nodes = {device: parse_kernel_int(read_kernel_file(folder / device / "numa_node")) for device in devices}
-    return {device: node if node is not None and node >= 0 else -1 for device, node in nodes.items()}
+def read_pci(root: Path) -> tuple[PciDevice, ...]:
+    """PCI devices by address, and GPUs that only NVIDIA's driver names."""
+    nodes = {name: _read_node(root / _PCI / name) for name in _names(root / _PCI)}
+    named = {name.lower(): _read_nvidia_model(root / _NVIDIA / name) for name in _names(root / _NVIDIA)}
+    gpus = {name: _read_gpu(root / _PCI / name) for name in nodes} | named
+    return tuple(PciDevice(name, nodes.get(name, -1), gpus[name]) for name in sorted(gpus))
+
+
+def _read_node(folder: Path) -> int:
+    node = parse_kernel_int(read_kernel_file(folder / "numa_node"))
+    return -1 if node is None or node < 0 else node
+
+
+def _read_gpu(folder: Path) -> str:
+    """Who made a GPU or accelerator; "" for other devices, among them the VGA consoles of servers."""
+    kind = _parse_hex(read_kernel_file(folder / "class")) >> 8
+    if kind >> 8 != _DISPLAY and kind != _ACCELERATOR:
+        return ""
+    vendor = read_kernel_file(folder / "vendor")
+    maker = _GPU_MAKERS.get(_parse_hex(vendor), "")
+    return "" if kind == _VGA and vendor and not maker else maker or "GPU"
+
+
+def _read_nvidia_model(folder: Path) -> str:
+    model = re.search(r"^Model:\s*(\S.{0,99}?)\s*$", read_kernel_file(folder / "information"), re.MULTILINE)
+    return model[1] if model else "NVIDIA"
+
+
+def _parse_hex(text: str) -> int:
+    """The value of "0x030200"; 0 for anything else."""
+    return int(text, 16) if re.fullmatch(r"0x[0-9a-fA-F]{1,8}", text) else 0
 
 
 def read_kinds(root: Path, online: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
@@ -208,9 +248,13 @@ def _read_parts(root: Path) -> dict[int, str]:
 
 
 def _numbered(folder: Path, name: str) -> list[tuple[int, Path]]:
-    """Subfolders called `name` and a number."""
-    return [
-        (int(path.name.removeprefix(name)), path)
-        for path in folder.glob(f"{name}[0-9]*")
-        if re.fullmatch(rf"{name}\d{{1,5}}", path.name)
-    ]
+    """What in a folder is called `name` and a number."""
+    found = (re.fullmatch(rf"{name}([0-9]{{1,5}})", entry) for entry in _names(folder))
+    return [(int(match[1]), folder / match[0]) for match in found if match]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

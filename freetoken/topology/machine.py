@@ -87,7 +87,7 @@ class Topology:
 
     def node_of(self, cpu: int) -> int | None:
         """Return the node of a CPU, or None where the system does not say."""
-        return next((node.id for node in self.nodes if cpu in node.cpus), None)
+        return self._nodes_by_cpu().get(cpu)
 
     def gpu_numa_node(self, device: Any) -> int | None:
         """Return the node whose memory is nearest to a GPU, or None where that is not known.
@@ -144,7 +144,8 @@ class Topology:
 
         A GPU's own node need not have any: then it is one of the node that is the least far from there.
         """
-        return min(self._preferred(cores), key=lambda cpu: (self._distance(near, self.node_of(cpu)), -cpu))
+        homes = self._nodes_by_cpu()
+        return min(self._preferred(cores), key=lambda cpu: (self._distance(near, homes.get(cpu)), -cpu))
 
     def slice_for(self, rank: Rank) -> Topology:
         """Return the same machine with the CPUs of `mask` that this rank should use.
@@ -157,8 +158,9 @@ class Topology:
         if rank.count == 1:
             return replace(self, allowed=self.mask, rank=rank)
         nodes: dict[int | None, list[int]] = {}
+        homes = self._nodes_by_cpu()
         for cpu in self._lowest_of_cores(self.mask):
-            nodes.setdefault(self.node_of(cpu), []).append(cpu)
+            nodes.setdefault(homes.get(cpu), []).append(cpu)
         groups = [nodes[node] for node in sorted(nodes, key=lambda node: -1 if node is None else node)]
         slices = self._slice_by_node(groups, rank.count)
         if not slices or min(map(len, slices)) * 2 < max(map(len, slices)):
@@ -197,6 +199,9 @@ class Topology:
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, ready for JSON."""
         return describing.to_dict(self)
+
+    def _nodes_by_cpu(self) -> dict[int, int]:
+        return {cpu: node.id for node in self.nodes for cpu in node.cpus}
 
     def _lowest_of_cores(self, cpus: tuple[int, ...]) -> tuple[int, ...]:
         """The lowest of these CPUs on each physical core."""
@@ -241,9 +246,9 @@ class Topology:
         if count >= len(cpus):
             return cpus
         place: dict[int | None, int] = {}
-        order = []
+        order, homes = [], self._nodes_by_cpu()
         for cpu in cpus:
-            node = self.node_of(cpu)
+            node = homes.get(cpu)
             place[node] = place.get(node, 0) + 1
             order.append((place[node], cpu))
         return tuple(sorted(cpu for _, cpu in sorted(order)[:count]))

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from freetoken.cgroup import parse_kernel_int, read_kernel_file
 
-# Far above any kernel's limit (8192 on x86): a larger number in a list is garbage and must not be expanded.
-_MAX_CPUS = 1 << 16
+# Above any kernel's limit (8192 on x86) and any core's: what is larger is garbage and must not be expanded.
+_MAX_CPUS = 1 << 14
+_MAX_THREADS = 64
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
 _PCI = "sys/bus/pci/devices"
@@ -119,7 +120,8 @@ def read_siblings(root: Path, cpu: int) -> frozenset[int]:
     """
     folder = root / _CPUS / f"cpu{cpu}" / "topology"
     names = ("thread_siblings_list", "core_cpus_list", "thread_siblings", "core_cpus")
-    return read_list(*(folder / name for name in names))
+    core = read_list(*(folder / name for name in names))
+    return core if len(core) <= _MAX_THREADS else frozenset()
 
 
 def read_package(root: Path, cpu: int) -> int | None:

@@ -11,7 +11,7 @@ import pytest
 
 from freetoken import topology
 from freetoken.errors import ConfigError
-from freetoken.topology import Rank, format_cpu_list, parse_cpu_list
+from freetoken.topology import Rank, format_cpu_list, parse_cpu_list, ranks
 from tests.support.sysfs import CPUS, FakeSystem, paired_cores, single_cores
 
 
@@ -251,6 +251,7 @@ def test_impossible_rank(system: FakeSystem, rank: Rank) -> None:
 def test_ranks_do_not_cut_another_machine(whole: FakeSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(ranks, "_is_pinned_by_launcher", lambda variable: False)
 
     assert topology.read(whole.root).rank == Rank()
     assert topology.read().rank == Rank(0, 2)

@@ -84,7 +84,10 @@ def test_present_but_off(system: FakeSystem) -> None:
         ("thread_siblings", "00000100,00000000,00000001\n", {0, 72}),
         ("thread_siblings", spell_mask(frozenset({0, 1024})) + "\n", {0, 1024}),
         ("thread_siblings", spell_mask(frozenset({0, 2047})) + "\n", {0, 2047}),
-        *(("thread_siblings_list", garbage, set()) for garbage in ("", "\n", "x", "-3", "9" * 6000, "\x00", "0-1,", "0-64")),
+        *(
+            ("thread_siblings_list", garbage, set())
+            for garbage in ("", "\n", "x", "-3", "9" * 6000, "\x00", "0-1,", "0-64")
+        ),
     ],
 )
 def test_siblings(system: FakeSystem, name: str, text: str, core: set[int]) -> None:

@@ -57,8 +57,11 @@ def draw(found: Topology) -> str:
     if found.offline:
         lines.append(f"offline    {_cpus(found.offline)}")
     lines += [_draw_node(found, node) for node in found.nodes]
+    homeless = set(found.online).difference(*(node.cpus for node in found.nodes))
     if not found.nodes:
         lines.append("nodes      not known: taken as one")
+    elif homeless:
+        lines.append(f"no node    {_cpus(homeless)}")
     for gpu in found.gpus:
         node = found.gpu_numa_node(gpu.address)
         lines.append(f"GPU        {gpu.address} {gpu.gpu}, {'node not known' if node is None else f'node {node}'}")

@@ -71,16 +71,17 @@ def test_a_quota_and_ranks(system: FakeSystem) -> None:
 
 
 def test_memory_that_is_not_allowed_or_not_there(system: FakeSystem) -> None:
-    system.add_cpus(single_cores(3))
+    system.add_cpus(single_cores(4))
     system.add_node(0, "0", gib=1)
     system.add_node(1, "1", gib=0)
     system.add_node(2, "2", gib=1)
-    system.add_status("0-2", "1-2")
+    system.add_status("0-3", "1-2")
 
-    lines = draw(system, "0-2")
+    lines = draw(system, "0-3")
     assert lines[1] == "node 0     1.00 GiB, CPU 0 on 1 core, 1 worker, its memory is not allowed"
     assert lines[2] == "node 1     no memory, CPU 1 on 1 core, 1 worker"
     assert lines[3] == "node 2     1.00 GiB, CPU 2 on 1 core, 1 worker, banks"
+    assert lines[4] == "no node    CPU 3"
 
 
 def test_every_cpu_has_a_worker_or_a_reason(system: FakeSystem) -> None:

@@ -70,9 +70,10 @@ class Topology:
 
     @property
     def load_threads(self) -> int:
-        """How many threads of one rank can load at once, all ranks loading: cores of the mask, or quota, by ranks."""
-        cores = len(self._lowest_of_cores(self.mask))
-        return max(1, min(cores, cores if self.quota is None else int(self.quota)) // self.rank.count)
+        """How many threads of one rank can load at once, all ranks loading: its part of the mask's cores and quota."""
+        cores = len(self._lowest_of_cores(self.mask)) // (1 if self.rank.pinned else self.rank.count)
+        quota = self._quota_share()
+        return max(1, cores if quota is None else min(cores, quota))
 
     def physical_core_cpus(self, node: int | None = None) -> tuple[int, ...]:
         """Return one CPU for each physical core this process may use, of one node or of all: the lowest allowed there.
@@ -150,12 +151,12 @@ class Topology:
     def slice_for(self, rank: Rank) -> Topology:
         """Return the same machine with the CPUs of `mask` that this rank should use.
 
-        The ranks' slices cover the mask and do not meet. They are whole nodes where the number of nodes divides by
-        that of ranks, or equal parts of one node the other way round; but where this gives a rank less than half of
-        another's cores, and for other numbers, they are runs of cores of equal length. Each gets its share of the
-        performance cores of a hybrid processor. Only with more ranks than cores, ranks share a core.
+        A pinned rank has its own mask, and gets all of it. Else the slices cover the mask and do not meet: whole nodes
+        where the number of nodes divides by that of ranks, or equal parts of one node the other way round; but where
+        this gives a rank less than half of another's cores, and for other numbers, runs of cores of equal length. Each
+        gets its share of the performance cores of a hybrid processor. Only with more ranks than cores, ranks share one.
         """
-        if rank.count == 1:
+        if rank.count == 1 or rank.pinned:
             return replace(self, allowed=self.mask, rank=rank)
         nodes: dict[int | None, list[int]] = {}
         homes = self._nodes_by_cpu()

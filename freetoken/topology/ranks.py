@@ -23,18 +23,21 @@ _SLURM = ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
 
 @dataclass(frozen=True)
 class Rank:
-    """Which of the processes that share this machine's cores this is: `number` of `count`."""
+    """Which of the processes that share this machine this is: `number` of `count`.
+
+    pinned: its launcher gave it a mask of its own, so its cores are no other rank's already; a quota they still share.
+    """
 
     number: int = 0
     count: int = 1
+    pinned: bool = False
 
 
 def find_rank(environ: Mapping[str, str] | None = None) -> Rank:
     """Return this process's rank among those of this machine, from what torchrun, DeepSpeed, MPI or Slurm set.
 
     environ: variables to look at instead of the process's own.
-    A launcher that has given each rank a mask of its own has sliced the machine already: where this process's mask is
-    narrower than its launcher's, it is rank 0 of 1. What is set to nonsense counts as not set.
+    It is `pinned` where this process's mask is narrower than its launcher's. What is set to nonsense counts as not set.
     """
     variables = os.environ if environ is None else environ
     counts = [(number_name, variables.get(count_name, "")) for number_name, count_name in _RANK_NAMES]
@@ -43,7 +46,7 @@ def find_rank(environ: Mapping[str, str] | None = None) -> Rank:
     for name, text in counts:
         number, count = parse_kernel_int(variables.get(name, "")), parse_kernel_int(text)
         if number is not None and count is not None and 0 <= number < count:
-            return Rank() if environ is None and _is_pinned_by_launcher(name) else Rank(number, count)
+            return Rank(number, count, pinned=environ is None and _is_pinned_by_launcher(name))
     return Rank()
 
 

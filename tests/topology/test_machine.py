@@ -240,6 +240,15 @@ def test_slices(machine: Topology, count: int, slices: list[Iterable[int]]) -> N
     assert {part.mask for part in found} == {machine.mask}
 
 
+def test_a_pinned_rank_keeps_its_mask_and_shares_the_quota() -> None:
+    mine = make_machine(8, mask=range(4, 8), quota=6.0).slice_for(Rank(1, 2, pinned=True))
+
+    assert mine.allowed == mine.mask == (4, 5, 6, 7)
+    assert mine.workers() == (4, 5, 6)
+    assert mine.load_threads == 3
+    assert dataclasses.replace(mine, quota=None).load_threads == 4
+
+
 def test_a_slice_can_be_cut_anew() -> None:
     first = make_machine().slice_for(Rank(0, 2))
 

@@ -52,7 +52,10 @@ def test_rank_among_those_of_this_machine(variables: dict[str, str], rank: tuple
     assert find_rank(variables) == Rank(*rank)
 
 
-RANK = "from freetoken import topology; r = topology.find_rank(); print(r.number, r.count, topology.read().rank.count)"
+RANK = (
+    "from freetoken import topology; r = topology.find_rank(); "
+    "print(r.number, r.count, r.pinned, topology.read().rank == r)"
+)
 PIN = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
 WRAPPER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
 LAUNCHED = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -77,19 +80,19 @@ needs_two_cpus = pytest.mark.skipif(
 
 
 def test_rank_of_a_launcher_that_pins_nothing() -> None:
-    assert run(RANK) == "1 2 2"
+    assert run(RANK) == "1 2 False True"
 
 
 @needs_two_cpus
 def test_a_rank_with_a_mask_of_its_own_is_not_sliced_again() -> None:
-    assert run(PIN + RANK) == "0 1 1"
+    assert run(PIN + RANK) == "1 2 True True"
 
 
 @needs_two_cpus
 def test_nor_where_a_wrapper_with_that_mask_stands_between() -> None:
-    assert run(PIN + WRAPPER, RANK) == "0 1 1"
+    assert run(PIN + WRAPPER, RANK) == "1 2 True True"
 
 
 @needs_two_cpus
 def test_a_launcher_that_was_given_a_mask_has_not_sliced_it() -> None:
-    assert run(RANK, prefix=PIN) == "1 2 2"
+    assert run(RANK, prefix=PIN) == "1 2 False True"

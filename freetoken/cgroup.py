@@ -65,6 +65,32 @@ def memory_limit(root: str | os.PathLike[str] = "/", *, pid: int | str = "self")
     return min(found, key=lambda limit: limit.headroom_bytes, default=None)
 
 
+def cpuset(root: str | os.PathLike[str] = "/", *, pid: int | str = "self") -> tuple[str, str]:
+    """Return the CPUs and memory nodes that the cpuset of process `pid` leaves it, as kernel lists; "" for no limit.
+
+    Of v2, of v1, or of the file system that was before them. Never raises.
+    """
+    base = Path(root)
+    folders = list(_folders(root, pid, "cpuset"))
+    group = read_kernel_file(base / "proc" / str(pid) / "cpuset").lstrip("/")
+    folders += [base / point / group for point in _find_old_cpusets(base)]
+    names = ("{}.effective", "effective_{}", "{}")
+    return _first_text(folders, names, "cpus"), _first_text(folders, names, "mems")
+
+
+def _first_text(folders: list[Path], names: tuple[str, ...], what: str) -> str:
+    files = (
+        folder / f"{prefix}{name.format(what)}" for folder in folders for name in names for prefix in ("cpuset.", "")
+    )
+    return next((text for file in files if (text := read_kernel_file(file))), "")
+
+
+def _find_old_cpusets(base: Path) -> list[str]:
+    text = read_kernel_file(base / "proc/self/mounts") or read_kernel_file(base / "proc/mounts")
+    fields = (line.split() for line in text.splitlines())
+    return [_unescape(f[1]).lstrip("/") for f in fields if len(f) >= 3 and f[2] == "cpuset"]
+
+
 def read_kernel_file(path: Path) -> str:
     """Return the stripped text of a file in /sys or /proc; empty where it cannot be read."""
     try:
@@ -176,6 +202,7 @@ def _find_mounts(base: Path) -> list[_Mount]:
                 ({"cpu"}, "cpu"),
                 ({"cpu"}, "cpu,cpuacct"),
                 ({"memory"}, "memory"),
+                ({"cpuset"}, "cpuset"),
             )
         ]
     )

@@ -99,6 +99,23 @@ def info(args: argparse.Namespace) -> int:
     return 0
 
 
+def topology(args: argparse.Namespace) -> int:
+    """Print CPUs, nodes and GPUs, which CPUs get a worker, and why the others do not."""
+    from pathlib import Path
+
+    from freetoken.topology import read
+
+    if args.root != "/" and not (Path(args.root) / "sys").is_dir():
+        raise ConfigError(
+            f"--root is {args.root!r}, expected a folder that holds sys/ and proc/ of a machine",
+            name="root",
+            value=args.root,
+            expected="a folder that holds sys/ and proc/",
+        )
+    _print(read(args.root), args.json)
+    return 0
+
+
 def inspect(args: argparse.Namespace) -> int:
     """Print what a checkpoint is, from its headers."""
     from freetoken import formats
@@ -234,6 +251,10 @@ def build_parser() -> argparse.ArgumentParser:
     five.add_argument("--revision", help="branch, tag or commit of a hub id")
     _add_expert_options(five)
     five.set_defaults(run=convert)
+
+    six = commands.add_parser("topology", parents=[common], help="which CPUs, nodes and GPUs there are and are used")
+    six.add_argument("--root", default="/", metavar="DIR", help="folder with sys/ and proc/ of another machine")
+    six.set_defaults(run=topology)
 
     bench = commands.add_parser("bench", help="measure").add_subparsers(required=True, metavar="WHAT")
     four = bench.add_parser("fidelity", parents=[common], help="perplexity of a text, by format of the experts")

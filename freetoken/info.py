@@ -33,6 +33,8 @@ class Info:
     openmp: tuple[str, ...]
     cores: tuple[int, ...]
     cores_why: str
+    nodes: dict[int, int | None]
+    gpu_nodes: dict[str, int | None]
     memory_bytes: int
     memory_where: str
 
@@ -50,9 +52,21 @@ class Info:
                 f"formats    {', '.join(self.formats)}",
                 f"OpenMP     {', '.join(self.openmp) or 'none loaded'}",
                 f"cores      {', '.join(map(str, self.cores))} ({self.cores_why})",
+                f"nodes      {self._draw_nodes()}",
                 f"memory     {format_bytes(self.memory_bytes)} may be allocated ({self.memory_where})",
             ]
         )
+
+    def _draw_nodes(self) -> str:
+        parts = [
+            f"{node} ({'memory not known' if size is None else format_bytes(size)})"
+            for node, size in self.nodes.items()
+        ]
+        parts += [
+            f"GPU {address} at {'an unknown node' if node is None else f'node {node}'}"
+            for address, node in self.gpu_nodes.items()
+        ]
+        return ", ".join(parts) or "not known"
 
 
 def collect() -> Info:
@@ -71,6 +85,8 @@ def collect() -> Info:
         openmp=_openmp_runtimes(),
         cores=machine.workers(),
         cores_why=machine.why(),
+        nodes={node.id: node.memory_bytes for node in machine.nodes},
+        gpu_nodes={gpu.address: machine.gpu_numa_node(gpu.address) for gpu in machine.gpus},
         memory_bytes=memory.available_bytes,
         memory_where=memory.where,
     )

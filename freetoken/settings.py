@@ -20,12 +20,16 @@ class Choice:
 
     def read(self, environ: Mapping[str, str] | None = None) -> str:
         """The value in force; raises `ConfigError` listing the accepted words when it is none of them."""
-        text = (os.environ if environ is None else environ).get(self.name, "").strip().lower() or self.default
+        text = (os.environ if environ is None else environ).get(self.name, "").strip().lower()
+        return self.check(text or self.default, self.name)
+
+    def check(self, text: str, name: str) -> str:
+        """Return `text` if it is one of the words; raises `ConfigError` as `read` does, under this name, if not."""
         if text not in self.choices:
             expected = ", ".join(self.choices)
             raise ConfigError(
-                f"{self.name}={text!r} is not one of {expected} ({self.meaning}): unset it or choose one of these",
-                name=self.name,
+                f"{name}={text!r} is not one of {expected} ({self.meaning}): unset it or choose one of these",
+                name=name,
                 value=text,
                 expected=expected,
             )
@@ -44,4 +48,10 @@ CPU_ISA = Choice(
     "auto",
     ("auto", "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"),
     "highest instruction set that CPU expert kernels may use; auto takes the best this CPU has",
+)
+CPU_CORES = Choice(
+    "FREETOKEN_CPU_CORES",
+    "auto",
+    ("auto", "performance", "all"),
+    "cores of a hybrid processor that get workers; auto takes the performance cores",
 )

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from freetoken import demo, formats
+from freetoken import demo, formats, topology
 from freetoken.cli import main
+from tests.support.sysfs import FakeSystem, paired_cores
 
 pytest.importorskip("transformers")
 
@@ -137,6 +138,7 @@ def test_interrupt_ends_cleanly() -> None:
         (["generate", "--expert-format", "int3"], ["int3", "mxfp4", "nvfp4", "q8_0"]),
         (["generate", "--model", "./no/such/folder"], ["no/such/folder", "does not exist"]),
         (["generate", "--model", "nobody/nothing"], ["nobody/nothing", "hub"]),
+        (["topology", "--root", "no-such-folder"], ["--root", "no-such-folder", "sys/"]),
         (["inspect", "no-such-folder"], ["no-such-folder", "does not exist"]),
         (["inspect", str(Path(__file__))], ["is a file"]),
         (["bench", "fidelity", "--model", str(demo.path()), "--text", "no-such-text"], ["no-such-text"]),
@@ -160,7 +162,11 @@ def test_bad_input_is_one_line(
 
 @pytest.mark.parametrize(
     ("command", "name", "bad", "good"),
-    [("generate", "FREETOKEN_CPU_ACT", "fp64", "int8"), ("info", "FREETOKEN_CPU_ISA", "sse9", "avx2")],
+    [
+        ("generate", "FREETOKEN_CPU_ACT", "fp64", "int8"),
+        ("info", "FREETOKEN_CPU_ISA", "sse9", "avx2"),
+        ("topology", "FREETOKEN_CPU_CORES", "fast", "performance"),
+    ],
 )
 def test_bad_settings_are_one_line(command: str, name: str, bad: str, good: str) -> None:
     result = ft(command, **{name: bad})
@@ -187,11 +193,34 @@ def test_info_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) 
     assert found["packages"]["torch"]
     assert found["cores"]
     assert found["cores_why"]
+    assert found["nodes"].keys() == {str(node) for node in topology.describe()["numa_nodes"]}
     assert found["memory_bytes"] > 0
     if sys.platform == "linux":
         assert len([name for name in found["openmp"] if "gomp" in name]) == 1, "more than one OpenMP runtime"
     assert main(["info"]) == 0
     assert "CPU tiers" in capsys.readouterr().out
+
+
+def test_topology_of_another_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    system = FakeSystem(tmp_path)
+    system.add_cpus(paired_cores(2))
+    system.add_node(0, "0-3", gib=8)
+    system.add_pci("0000:17:00.0", node=0, kind="0x030200", vendor="0x10de")
+
+    found = run_json(capsys, "topology", "--root", str(tmp_path))
+    assert found["workers"] == [0, 2]
+    assert found["gpus"] == {"0000:17:00.0": {"name": "NVIDIA", "node": 0}}
+    assert main(["topology", "--root", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "node 0     8.00 GiB, CPUs 0-3 on 2 cores, 2 workers, banks" in text
+    assert "second threads of cores" in text
+
+
+def test_topology_of_this_machine_needs_no_torch() -> None:
+    script = "import sys; from freetoken.cli import main; main(['topology']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("CPUs ")
+    assert done.stdout.endswith("\nFalse\n")
 
 
 def test_inspect_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:

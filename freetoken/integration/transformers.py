@@ -4,6 +4,7 @@ headers checked, memory checked        nothing allocated yet (checkpoint/, memor
 transformers builds the skeleton       experts modules lose their parameters (quantizer.py, plan.py)
 transformers reads the dense part      nothing may be missing or of another shape (plan.py)
 banks are filled, or files mapped       checkpoint/load.py
+    torch's threads are clamped meanwhile  threads.py
 each experts module gets its layer     executor.py, operator.py
 """
 
@@ -48,6 +49,7 @@ from freetoken.integration.hub import local_folder
 from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward, refuse_after_fork
 from freetoken.integration.plan import LoadPlan
 from freetoken.integration.quantizer import BeforeWeights, FreetokenConfig
+from freetoken.integration.threads import clamp_threads
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +84,9 @@ def load(
     expert_format: None keeps what the checkpoint holds; a format's name re-quantizes expert by expert while loading.
     shared: map the experts of a converted folder read-only instead of reading them: all processes that do so share one
     copy. Checksums are verified once, now; a file that is changed in place afterwards changes the model. threads:
-    workers for experts, "auto" for one per allowed physical core. dtype: of the dense part (default: the checkpoint's;
-    bfloat16 for GGUF). progress: bars; None shows them on a terminal only. model_kwargs go to transformers'
-    from_pretrained. The tokenizer is None where there is none.
+    workers for experts, "auto" for one per allowed physical core, of this rank's share where a launcher started several
+    here. dtype: of the dense part (default: the checkpoint's; bfloat16 for GGUF). progress: bars; None shows them on a
+    terminal only. model_kwargs go to transformers' from_pretrained. The tokenizer is None where there is none.
 
     Raises `CheckpointError`, `ConfigError`, `UnsupportedError` or `CapacityError`, before anything large is allocated.
     """
@@ -113,9 +115,10 @@ def load(
     executor = Executor(workers, resolved, machine.why(threads))
     tokenizer = _load_tokenizer(found.checkpoint, trust_remote_code)
     plan = LoadPlan(found, fmt)
-    with _DENSE_LOAD:
-        model = _load_dense(config, resolved, plan, trust_remote_code, show, model_kwargs)
-    _attach_experts(model, plan, executor, shared, show)
+    with clamp_threads(machine):
+        with _DENSE_LOAD:
+            model = _load_dense(config, resolved, plan, trust_remote_code, show, model_kwargs)
+        _attach_experts(model, plan, executor, shared, show)
     return model, tokenizer
 
 

@@ -153,12 +153,14 @@ def _fits(written: Written, parts: dict[str, torch.Tensor]) -> bool:
 
 
 def _unpack(written: Written, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    scales = None
+    codes, scales = parts["codes"], None
+    if written.spelling.tensors["codes"][1] == ("F8_E4M3",):
+        codes = codes.to(torch.float8_e4m3fn)  # 5.17 has cast what it did not rename: exactly, so this takes it back
     if "scales" in parts:
         dtype = _SAFETENSORS[parts["scales"].dtype]
         scales = written.format.read_scales(_bits(parts["scales"]), dtype)
     factor = float(parts["global"].float().reshape(-1)[0]) if "global" in parts else 1.0
-    matrix = Matrix(written.format, _bits(parts["codes"]).view(np.uint8), None, factor, written.spelling.divides)
+    matrix = Matrix(written.format, _bits(codes).view(np.uint8), None, factor, written.spelling.divides)
     return torch.from_numpy(written.format.dequantize_stored(matrix, scales, written.block))
 
 

@@ -78,7 +78,8 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_checkpoints_of_real_tools(shared_dir: Path, tmp_path: Path, name: str) -> None:
-    check_conversion(shared_dir / "checkpoints" / name, tmp_path / "m", REAL[name])
+    """In fp32: DeepSeek-V4 in bf16 does not run in transformers 5.17."""
+    check_conversion(shared_dir / "checkpoints" / name, tmp_path / "m", REAL[name], dtype=torch.float32)
 
 
 def test_another_format_while_loading(tmp_path: Path) -> None:

@@ -91,6 +91,15 @@ def _find_old_cpusets(base: Path) -> list[str]:
     return [_unescape(f[1]).lstrip("/") for f in fields if len(f) >= 3 and f[2] == "cpuset"]
 
 
+def pressure_files(root: str | os.PathLike[str] = "/", *, pid: int | str = "self") -> tuple[Path, ...]:
+    """Return the files that tell how long tasks waited for memory: the system's, then those of the cgroup of `pid` and
+    its ancestors (v2 only). Files that do not exist or hold nothing are left out. Never raises.
+    """
+    files = (folder / "memory.pressure" for folder in _folders(root, pid, _V2))
+    system = Path(root) / "proc/pressure/memory"
+    return tuple(file for file in dict.fromkeys((system, *files)) if read_kernel_file(file))
+
+
 def read_kernel_file(path: Path) -> str:
     """Return the stripped text of a file in /sys or /proc; empty where it cannot be read."""
     try:
@@ -120,16 +129,19 @@ def _read_quota(folder: Path) -> float | None:
 
 
 def _read_memory_limit(folder: Path) -> MemoryLimit | None:
+    """The tightest limit of one group. Above memory.high nothing is killed, but everything is slowed to a halt."""
+    limits = []
     for limit_name, used_name in (
         ("memory.max", "memory.current"),
+        ("memory.high", "memory.current"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         limit = parse_kernel_int(read_kernel_file(folder / limit_name))
         if limit is not None and 0 <= limit < _UNLIMITED_BYTES:
             used = parse_kernel_int(read_kernel_file(folder / used_name)) or 0
             used -= _read_reclaimable_bytes(folder)
-            return MemoryLimit(limit, max(0, used), str(folder / limit_name))
-    return None
+            limits.append(MemoryLimit(limit, max(0, used), str(folder / limit_name)))
+    return min(limits, key=lambda limit: limit.limit_bytes, default=None)
 
 
 def _read_reclaimable_bytes(folder: Path) -> int:

@@ -36,6 +36,29 @@ class Choice:
         return text
 
 
+@dataclass(frozen=True)
+class Number:
+    """A variable that takes a whole number from 0 to `largest`."""
+
+    name: str
+    default: int
+    largest: int
+    meaning: str
+
+    def read(self, environ: Mapping[str, str] | None = None) -> int:
+        """The value in force; raises `ConfigError` saying what is accepted when it is something else."""
+        text = (os.environ if environ is None else environ).get(self.name, "").strip() or str(self.default)
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= self.largest):
+            expected = f"a whole number from 0 to {self.largest}"
+            raise ConfigError(
+                f"{self.name}={text!r} is not {expected} ({self.meaning}): unset it or choose one",
+                name=self.name,
+                value=text,
+                expected=expected,
+            )
+        return int(text)
+
+
 CPU_ACT = Choice(
     "FREETOKEN_CPU_ACT",
     "auto",
@@ -54,4 +77,22 @@ CPU_CORES = Choice(
     "auto",
     ("auto", "performance", "all"),
     "cores of a hybrid processor that get workers; auto takes the performance cores",
+)
+MLOCK = Choice(
+    "FREETOKEN_MLOCK",
+    "off",
+    ("off", "on"),
+    "whether expert banks are locked in memory, so that they are never swapped out",
+)
+LOAD_MIN_AVAILABLE = Number(
+    "FREETOKEN_LOAD_MIN_AVAILABLE",
+    64,
+    1 << 30,
+    "MiB of memory that a load leaves free: it does not start, or stops, where less would be left; 0 is no limit",
+)
+LOAD_MAX_PRESSURE = Number(
+    "FREETOKEN_LOAD_MAX_PRESSURE",
+    60,
+    100,
+    "per cent of 5 s in which everything may wait for memory before a load stops; 0 is no limit",
 )

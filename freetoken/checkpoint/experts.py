@@ -6,11 +6,13 @@ that is none is refused when it is read.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,9 @@ from freetoken.errors import CheckpointError, FormatError
 from freetoken.formats.base import Format, Matrix, ScaleBlock, Scales, Spelling
 from freetoken.formats.codes import bf16_to_fp32
 from freetoken.formats.record import Expert, RecordLayout
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""safetensors dtypes that become the model's."""
 
 Parts = Mapping[str, TensorInfo]
 """Suffix -> tensor, of one matrix."""
@@ -249,15 +254,26 @@ class ExpertScan:
         """Names of all tensors that belong to experts."""
         return frozenset(info.name for group in self.groups for info in group.tensors)
 
-    @cached_property
-    def dense_bytes(self) -> int:
-        """Bytes of everything that is not experts, unpacked to 16 bits."""
-        experts = self.expert_tensors
-        total = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if name not in experts)
+    def dense_bytes(self, width: int = 2) -> int:
+        """Bytes of everything that is not experts in a model whose numbers have `width` bytes."""
+        packed = {info.name for matrix in self.dense for info in matrix.parts.values()}
+        total = 0
+        for info in self._dense_tensors():
+            is_number = info.dtype in _FLOATS and info.name not in packed
+            total += math.prod(info.shape) * width if is_number else info.nbytes
         for matrix in self.dense:
             codes = matrix.parts[matrix.written.suffix("codes")]
-            total += codes.nbytes * 16 // matrix.written.format.bits
+            total += codes.nbytes * 8 * width // matrix.written.format.bits
         return total
+
+    @property
+    def dense_files(self) -> frozenset[Path]:
+        """The files that hold something that is not experts, which are mapped while it is read."""
+        return frozenset(info.file for info in self._dense_tensors())
+
+    def _dense_tensors(self) -> list[TensorInfo]:
+        experts = self.expert_tensors
+        return [info for name, info in self.checkpoint.tensors.items() if name not in experts]
 
     def check_scales(self, on_checked: Callable[[int], object] = lambda n: None) -> None:
         """Read every scale, of experts and of the dense part, and refuse what is no number.

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,10 +124,13 @@ class GgufExperts(LayerExperts):
 class GgufScan(ExpertScan):
     """As every scan, of a GGUF file; its dense part is unpacked by the gguf package."""
 
-    @cached_property
-    def dense_bytes(self) -> int:
-        experts = self.expert_tensors
-        return 2 * sum(math.prod(i.shape) for name, i in self.checkpoint.tensors.items() if name not in experts)
+    def dense_bytes(self, width: int = 2) -> int:
+        return width * sum(math.prod(info.shape) for info in self._dense_tensors())
+
+    @property
+    def dense_files(self) -> frozenset[Path]:
+        """None: it is read, never mapped."""
+        return frozenset()
 
 
 def scan_gguf(checkpoint: GgufCheckpoint, fmt: Format | None = None) -> GgufScan:

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from freetoken import settings
 from freetoken.checkpoint.experts import ExpertScan, LayerExperts
 from freetoken.checkpoint.open import open_any, scan_any
 from freetoken.checkpoint.safetensors import Checkpoint
 from freetoken.errors import CheckpointError, FreeTokenError
 from freetoken.formats.base import Format
-from freetoken.memory import budget
+from freetoken.memory import budget, guard
 from freetoken.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,12 @@ WIDTH_NAME = "moe_intermediate_size"
 
 TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
 """Where families keep the number of experts per token in their config."""
+
+_STRIP_BYTES = 40
+"""What quantizing takes beside the matrix for each weight of a strip: measured, the most of all formats is 33."""
+
+_OTHER_THREADS = 5
+"""Threads of a load that read no experts: transformers' four, and the guard."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ def inspect(path: str | os.PathLike[str], fmt: Format | None = None) -> Inspecti
         found = scan_any(checkpoint, fmt)
         known |= _numbers(checkpoint, found, fmt)
         check_config(found)
-        require_memory(found, fmt)
+        require_memory(found, fmt, width=_dense_width(checkpoint))
     except FreeTokenError as error:
         return Inspection(**known, why=str(error))
     return Inspection(**known, loads=True)
@@ -97,7 +104,7 @@ def _numbers(checkpoint: Checkpoint, found: ExpertScan, fmt: Format | None) -> d
     first = found.groups[0]
     per_token = experts_per_token(checkpoint.text_config)
     layouts = [group.layout(fmt) for group in found.groups]
-    banks, dense = needed_bytes(found, fmt)
+    banks, dense = needed_bytes(found, fmt, _dense_width(checkpoint))
     return {
         "quantization": str(found.quantization),
         "layers": len(found.groups),
@@ -142,21 +149,64 @@ def check_config(found: ExpertScan) -> None:
             raise refuse(WIDTH_NAME, group, f"experts of width {group.intermediate}")
 
 
-def needed_bytes(found: ExpertScan, fmt: Format | None = None) -> tuple[int, int]:
-    """Bytes of (banks, dense part unpacked to 16 bits); raises `FormatError` when a width does not fit the format."""
+def needed_bytes(found: ExpertScan, fmt: Format | None = None, width: int = 2) -> tuple[int, int]:
+    """Bytes of (banks, dense part in numbers of `width` bytes).
+
+    Raises `FormatError` when a width does not fit the format.
+    """
     banks = sum(group.layout(fmt).nbytes * group.n_experts for group in found.groups)
-    return banks, found.dense_bytes
+    return banks, found.dense_bytes(width)
 
 
-def require_memory(found: ExpertScan, fmt: Format | None = None, shared: bool = False) -> None:
-    """Raise `CapacityError`, naming the limit, when banks and dense part do not fit into what is available.
+def transient_bytes(found: ExpertScan, fmt: Format | None = None) -> int:
+    """What one thread holds at most beside the banks while it brings an expert from the file into its record.
+
+    Its tensors; once and a half times these or the record, whichever is larger, where gate and up are parted and put
+    in order, or new matrices are made and go into tiles; and strips of numbers in fp32.
+    """
+
+    def of(group: LayerExperts) -> int:
+        layout, source = group.layout(fmt), group.nbytes // group.n_experts
+        strip = max(layout.format.strip_rows(k) * k for k in (layout.hidden, layout.intermediate))
+        return source + 3 * max(source, layout.nbytes) // 2 + strip * _STRIP_BYTES
+
+    return max(of(group) for group in found.groups)
+
+
+def require_memory(
+    found: ExpertScan, fmt: Format | None = None, shared: bool = False, width: int = 2, threads: int = 1
+) -> int:
+    """Return how many threads may read experts at once: `threads`, or fewer where memory is short.
 
     Shared banks are pages of a file, which the system drops and reads again when it has to: they are not asked for,
-    and a warning tells when they are too large to stay.
+    and a warning tells when they are too large to stay. width: bytes of a number of the dense part. Raises
+    `CapacityError`, naming the limit, when what is available does not suffice for one thread.
     """
     name = found.checkpoint.path.resolve().name
-    banks, dense = needed_bytes(found, fmt)
-    have = budget.require(dense if shared else banks + dense, what=f"loading {name}")
+    banks, dense = needed_bytes(found, fmt, width)
+    per_thread = 0 if shared else transient_bytes(found, fmt)
+    files = sum(file.stat().st_size for file in found.dense_files)
+
+    def need(n: int) -> budget.Need:
+        return budget.Need(
+            banks=0 if shared else banks,
+            dense=dense,
+            transient=n * per_thread,
+            pinned=banks if settings.MLOCK.read() == "on" else 0,
+            mapped=files,
+            threads=n + _OTHER_THREADS,
+            spare=guard.min_available_bytes(),
+        )
+
+    readers = budget.choose({n: need(n) for n in range(max(1, threads), 0, -1)}, what=f"loading {name}")
+    if readers < threads:
+        logger.warning(
+            "memory is short: experts are read with %d of %d threads, each of which takes up to %s",
+            readers,
+            threads,
+            format_bytes(per_thread),
+        )
+    have = budget.available()
     if shared and banks + dense > have.available_bytes:
         logger.warning(
             "the shared experts of %s (%s) do not all stay in memory, of which %s is to be had according to %s: they "
@@ -166,3 +216,9 @@ def require_memory(found: ExpertScan, fmt: Format | None = None, shared: bool = 
             format_bytes(have.available_bytes),
             have.where,
         )
+    return readers
+
+
+def _dense_width(checkpoint: Checkpoint) -> int:
+    """Bytes of a number of the dense part, as the config would have it."""
+    return 4 if checkpoint.text_config.get("dtype", checkpoint.text_config.get("torch_dtype")) == "float32" else 2

@@ -157,7 +157,7 @@ class Format(ABC):
         """
         n, k = shape
         self.check_width(k, "the input dimension")
-        step = max(1, _STRIP_WEIGHTS // k // self.row_group) * self.row_group
+        step = self.strip_rows(k)
         edges = [(start, min(start + step, n)) for start in range(0, n, step)]
         factor = self.choose_global(lambda: max((float(np.abs(strip(*e)).max(initial=0)) for e in edges), default=0.0))
         codes = np.empty((n, k * self.bits // 8), np.uint8)
@@ -167,6 +167,10 @@ class Format(ABC):
             if scales is not None:
                 scales[start:stop] = row_scales
         return Matrix(self, codes, scales, float(factor))
+
+    def strip_rows(self, k: int) -> int:
+        """Rows of k weights that are quantized together."""
+        return max(1, _STRIP_WEIGHTS // k // self.row_group) * self.row_group
 
     def choose_global(self, largest: Callable[[], float]) -> np.float32:
         """The factor for a matrix whose largest magnitude `largest()` finds; 1 for a format without one."""

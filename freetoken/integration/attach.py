@@ -71,7 +71,7 @@ def attach(
         raise FreeTokenError(f"the experts of this {type(model).__name__} lie in banks already")
     _check_owners(model, sources)
     executor = Executor(workers, resolve_dtype(model.config, model.dtype), machine.why(threads))
-    budget.require(_peak_bytes(sources), what=f"attaching the experts of {type(model).__name__}")
+    budget.require(budget.Need(banks=_peak_bytes(sources)), what=f"attaching the experts of {type(model).__name__}")
     _check_weights(sources, len(workers))
     total = sum(source.bank_bytes for source in sources)
     with banks_bar(total, show) as bar:

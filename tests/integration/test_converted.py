@@ -153,6 +153,7 @@ def test_shared_banks_take_no_memory_of_their_own(
     """Neither mapped nor asked for; what does not stay in memory is worth a warning."""
     convert_folder(tiny, tmp_path / "m", "q8_0")
     found = inspect(tmp_path / "m")
+    monkeypatch.setenv("FREETOKEN_LOAD_MIN_AVAILABLE", "0")
     small = Budget(found.dense_bytes + found.bank_bytes // 2, "memory.max")
     monkeypatch.setattr("freetoken.memory.budget.available", lambda *args, **kwargs: small)
     with pytest.raises(CapacityError, match=r"memory\.max"):

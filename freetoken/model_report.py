@@ -12,6 +12,7 @@ from freetoken.checkpoint.inspect import experts_per_token
 from freetoken.errors import FreeTokenError
 from freetoken.executor import BoundLayer
 from freetoken.integration.operator import layer_of
+from freetoken.memory import residency
 from freetoken.units import format_bytes
 
 
@@ -19,7 +20,8 @@ from freetoken.units import format_bytes
 class Report:
     """Facts about a model's experts. Bytes are of records as they lie in banks.
 
-    shared: banks are files mapped read-only, one copy for all processes that map them.
+    shared: banks are files mapped read-only, one copy for all processes that map them. swapped_bytes, locked_bytes: of
+    the banks, now.
     """
 
     model: str
@@ -31,6 +33,8 @@ class Report:
     formats: tuple[str, ...]
     shared: bool
     bank_bytes: int
+    swapped_bytes: int
+    locked_bytes: int
     expert_bytes: int
     expert_bytes_per_token: int
     tiers: tuple[str, ...]
@@ -45,13 +49,19 @@ class Report:
 
     def __str__(self) -> str:
         cores = ", ".join(map(str, self.cores))
+        locked = f", {format_bytes(self.locked_bytes)} locked" if self.locked_bytes else ""
+        swapped = (
+            f"swapped    {format_bytes(self.swapped_bytes)} of the banks were swapped out and wait for the disk: free "
+            "memory, or keep them in with FREETOKEN_MLOCK=on"
+        )
         return "\n".join(
             [
                 f"{self.model}: {self.layers} expert layers of {self.experts} experts, top {self.experts_per_token}, "
                 f"hidden {self.hidden}, width {self.intermediate}",
                 f"experts    {', '.join(self.formats)}: {format_bytes(self.bank_bytes)} in "
-                f"{'files mapped read-only, shared' if self.shared else 'host banks'}, "
+                f"{'files mapped read-only, shared' if self.shared else 'host banks'}{locked}, "
                 f"{format_bytes(self.expert_bytes)} each",
+                *([swapped] if self.swapped_bytes else []),
                 f"per token  {format_bytes(self.expert_bytes_per_token)} of experts read",
                 f"runs on    {', '.join(self.tiers)} with {', '.join(self.activations)} activations, "
                 f"{self.threads} threads on CPUs {cores} ({self.cores_why})",
@@ -67,6 +77,7 @@ def report(model: Any) -> Report:
         raise FreeTokenError(f"{type(model).__name__} has no banks: only models from freetoken.load or attach have")
     per_token = experts_per_token(model.config.get_text_config().to_dict())
     executor, layout = layers[0].executor, layers[0].bank.layout
+    pages = residency.read(layer.bank.records for layer in layers)
     return Report(
         model=type(model).__name__,
         layers=len(layers),
@@ -77,6 +88,8 @@ def report(model: Any) -> Report:
         formats=_distinct(layer.bank.layout.format.name for layer in layers),
         shared=all(layer.bank.shared for layer in layers),
         bank_bytes=sum(layer.bank.nbytes for layer in layers),
+        swapped_bytes=pages.swapped_bytes,
+        locked_bytes=pages.locked_bytes,
         expert_bytes=layout.nbytes,
         expert_bytes_per_token=sum(per_token * layer.bank.layout.nbytes for layer in layers),
         tiers=_distinct(_tier(layer) for layer in layers),

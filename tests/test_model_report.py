@@ -8,6 +8,7 @@ import torch
 import freetoken
 from freetoken import demo, info
 from freetoken.integration.operator import layer_of
+from freetoken.memory.residency import Residency
 
 pytest.importorskip("transformers")
 
@@ -41,3 +42,25 @@ def test_activations_in_force_are_reported(monkeypatch: pytest.MonkeyPatch) -> N
     assert facts.activations == ("fp8",)
     assert "with fp8 activations" in str(facts)
     assert "activations fp8" in str(info.collect())
+
+
+def test_swapped_and_locked_banks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = freetoken.load(demo.path(), threads=1)
+    plain = str(freetoken.report(model))
+    assert "swapped" not in plain
+    assert "locked" not in plain
+    monkeypatch.setattr("freetoken.memory.residency.read", lambda arrays: Residency(len(list(arrays)) << 20, 3 << 20))
+    facts = freetoken.report(model)
+    assert (facts.swapped_bytes, facts.locked_bytes) == (4 << 20, 3 << 20)
+    assert "4.00 MiB of the banks were swapped out" in str(facts)
+    assert "3.00 MiB locked" in str(facts)
+
+
+def test_banks_are_locked_when_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREETOKEN_MLOCK", "on")
+    try:
+        model, _ = freetoken.load(demo.path(), threads=1)
+    except freetoken.CapacityError as error:
+        pytest.skip(str(error))
+    facts = freetoken.report(model)
+    assert facts.locked_bytes >= facts.bank_bytes

@@ -1,23 +1,29 @@
 """`load`: an ordinary transformers model whose experts lie in host banks.
 
 headers checked, memory checked        nothing allocated yet (checkpoint/, memory/budget.py)
+memory watched from here on            a load that would starve the machine stops (memory/guard.py)
 transformers builds the skeleton       experts modules lose their parameters (quantizer.py, plan.py)
 transformers reads the dense part      nothing may be missing or of another shape (plan.py)
 banks are filled, or files mapped       checkpoint/load.py
     torch's threads are clamped meanwhile  threads.py
 each experts module gets its layer     executor.py, operator.py
+
+A load that fails or is interrupted gives everything back at once, whoever keeps its exception.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import transformers
@@ -32,7 +38,7 @@ from transformers import (
 )
 from transformers.integrations.moe import ExpertsInterface
 
-from freetoken import formats, topology
+from freetoken import formats, settings, topology
 from freetoken.banks import Bank
 from freetoken.checkpoint.experts import LayerExperts
 from freetoken.checkpoint.gguf import GgufCheckpoint
@@ -46,10 +52,12 @@ from freetoken.executor import Executor
 from freetoken.formats.base import Format
 from freetoken.integration import gguf
 from freetoken.integration.hub import local_folder
-from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward, refuse_after_fork
+from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward, layer_of, refuse_after_fork
 from freetoken.integration.plan import LoadPlan
 from freetoken.integration.quantizer import BeforeWeights, FreetokenConfig
 from freetoken.integration.threads import clamp_threads
+from freetoken.memory import guard, residency
+from freetoken.memory.guard import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +72,41 @@ _OURS = (
 )  # fmt: skip
 """Arguments of from_pretrained that load sets itself or that would bypass it."""
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _leaves_nothing(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a call give back its memory when it fails, and stop the thread that progress bars have started.
+
+    A traceback holds the variables of its frames, and a console or notebook holds the last one: half-filled banks would
+    stay until the next error.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        monitor = tqdm.monitor
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            _forget_variables(error)
+            gc.collect()
+            raise
+        finally:
+            if monitor is None and tqdm.monitor is not None:
+                tqdm.monitor.exit()  # type: ignore[no-untyped-call]
+                tqdm.monitor = None
+
+    return call
+
+
+def _forget_variables(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+@_leaves_nothing
 def load(
     path_or_hub_id: str | os.PathLike[str],
     *,
@@ -106,19 +148,19 @@ def load(
     found = scan_any(open_any(folder), fmt)
     if shared:
         require_shareable(found, fmt)
-    require_memory(found, fmt, shared)
     check_config(found)
-    with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
-        found.check_scales(bar.update)
     config = _read_config(found.checkpoint, trust_remote_code)
     resolved = resolve_dtype(config, dtype)
-    executor = Executor(workers, resolved, machine.why(threads))
+    readers = require_memory(found, fmt, shared, resolved.itemsize, len(workers))
+    with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
+        found.check_scales(bar.update)
+    executor, watch = Executor(workers, resolved, machine.why(threads)), guard.from_settings()
     tokenizer = _load_tokenizer(found.checkpoint, trust_remote_code)
     plan = LoadPlan(found, fmt)
-    with clamp_threads(machine):
+    with watch, clamp_threads(machine):
         with _DENSE_LOAD:
             model = _load_dense(config, resolved, plan, trust_remote_code, show, model_kwargs)
-        _attach_experts(model, plan, executor, shared, show)
+        _attach_experts(model, plan, executor, shared, readers, watch, show)
     return model, tokenizer
 
 
@@ -206,11 +248,19 @@ def _auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if images_too else AutoModelForCausalLM
 
 
-def _attach_experts(model: Any, plan: LoadPlan, executor: Executor, shared: bool, show: bool) -> None:
+def _attach_experts(
+    model: Any, plan: LoadPlan, executor: Executor, shared: bool, readers: int, watch: Guard, show: bool
+) -> None:
+    """readers: threads that bring experts into banks."""
     pairs = [(_make_bank(group, plan.format, shared), group) for _, group, _ in plan.modules]
     total = sum(bank.nbytes for bank, _ in pairs)
     with banks_bar(total, show) as bar:
-        fill_banks(pairs, len(executor.workers), bar.update)
+
+        def on_bytes(n: int) -> None:
+            watch.check()
+            bar.update(n)
+
+        fill_banks(pairs, readers, on_bytes)
     for (module, _, activation), (bank, _) in zip(plan.modules, pairs, strict=True):
         attach_layer(module, executor.bind(bank, activation))
     finish(model)
@@ -225,7 +275,10 @@ def banks_bar(total: int, show: bool) -> Any:
 
 
 def finish(model: Any) -> None:
-    """What any model with banks is: without gradients, and refused after a fork."""
+    """What any model with banks is: its banks locked if that is set, without gradients, and refused after a fork."""
+    if settings.MLOCK.read() == "on":
+        for layer in filter(None, map(layer_of, model.modules())):
+            residency.lock(layer.bank.records)
     model.requires_grad_(False)
     refuse_after_fork(model)
 

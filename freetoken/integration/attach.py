@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from freetoken import formats, topology
+from freetoken import formats, settings, topology
 from freetoken.banks import Bank
 from freetoken.checkpoint.experts import gate_and_up_rows
 from freetoken.checkpoint.load import fill_banks, run_jobs
@@ -71,9 +71,10 @@ def attach(
         raise FreeTokenError(f"the experts of this {type(model).__name__} lie in banks already")
     _check_owners(model, sources)
     executor = Executor(workers, resolve_dtype(model.config, model.dtype), machine.why(threads))
-    budget.require(budget.Need(banks=_peak_bytes(sources)), what=f"attaching the experts of {type(model).__name__}")
-    _check_weights(sources, len(workers))
     total = sum(source.bank_bytes for source in sources)
+    need = budget.Need(banks=_peak_bytes(sources), pinned=total if settings.MLOCK.read() == "on" else 0)
+    budget.require(need, what=f"attaching the experts of {type(model).__name__}")
+    _check_weights(sources, len(workers))
     with banks_bar(total, show) as bar:
         for source in sources:
             bank = Bank(source.layout, source.n_experts)

@@ -169,15 +169,15 @@ def starve():
 def report(plan, info):
     raise KeyboardInterrupt
 
-class Put:
+class Fill:
     def __init__(self, act):
         self.act, self.calls, self.lock = act, 0, threading.Lock()
 
-    def __call__(self, bank, index, expert):
-        put(bank, index, expert)
+    def __call__(self, bank, index, write):
+        fill(bank, index, write)
         with self.lock:
             self.calls += 1
-            due = self.calls == 48  # three quarters
+            due = self.calls == 48 or (self.calls > 48 and self.act is starve)  # three quarters
         if due and self.act:
             self.act()
 
@@ -194,19 +194,19 @@ def state():
         "environ": dict(os.environ),
     }
 
-put, check_report, resident = Bank.put, integration.LoadPlan.check_report, budget.resident
+fill, check_report, resident = Bank.fill, integration.LoadPlan.check_report, budget.resident
 acts = {"interrupted": interrupt, "failed": fail, "starved": starve, "in the dense part": None, "completed": None}
 found = {}
 for progress in (False, True):
     for end, act in acts.items():
         kept = None
-        counted = Put(act)
+        counted = Fill(act)
         before, rss = state(), psutil.Process().memory_info().rss
-        Bank.put = lambda bank, index, expert: counted(bank, index, expert)
+        Bank.fill = lambda bank, index, write: counted(bank, index, write)
         if end == "in the dense part":
             integration.LoadPlan.check_report = report
         ended = load(progress=progress)
-        Bank.put, integration.LoadPlan.check_report, budget.resident = put, check_report, resident
+        Bank.fill, integration.LoadPlan.check_report, budget.resident = fill, check_report, resident
         grown = psutil.Process().memory_info().rss - rss
         found[f"{end} {progress}"] = {
             "ended": ended, "kept": kept is not None, "calls": counted.calls, "grown": grown,

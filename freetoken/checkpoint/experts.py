@@ -96,7 +96,7 @@ class LayerExperts(ABC):
 
     @abstractmethod
     def check_scales(self) -> None:
-        """Read every scale (not the codes) and refuse NaN, infinite and zero ones, before anything is allocated."""
+        """Read every scale (not the codes) and refuse what cannot be one, before anything is allocated."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,8 @@ def _check_scales(written: Written, parts: Parts, scales: Scales, checkpoint: Ch
 def _check_numbers(matrix: Matrix, written: Written, parts: Parts) -> None:
     bad = matrix.format.find_bad(matrix)
     if bad:
-        role = "global" if "global" in bad else ("scales" if "scales" in written.spelling.tensors else "codes")
+        has_scales = "scales" in written.spelling.tensors and not bad.endswith("weight")
+        role = "global" if "global" in bad else ("scales" if has_scales else "codes")
         raise _damaged(parts[written.suffix(role)], bad)
 
 

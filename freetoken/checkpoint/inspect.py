@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -132,7 +133,11 @@ def experts_per_token(config: Mapping[str, Any]) -> int:
 
 
 def check_config(found: ExpertScan) -> None:
-    """Refuse a config that contradicts the experts on disk: how many, how wide, how many of them for a token."""
+    """Refuse a config that contradicts the experts on disk: how many, how wide, how many of them for a token.
+
+    A layer that has what stands beside experts in the others, a router above all, must have experts, too.
+    """
+    _check_layers(found)
     config, file = found.checkpoint.text_config, found.checkpoint.config_file
 
     def refuse(name: str, group: LayerExperts, what: str) -> CheckpointError:
@@ -147,6 +152,30 @@ def check_config(found: ExpertScan) -> None:
                 raise refuse(name, group, f"{group.n_experts} experts")
         if isinstance(config.get(WIDTH_NAME), int) and config[WIDTH_NAME] != group.intermediate:
             raise refuse(WIDTH_NAME, group, f"experts of width {group.intermediate}")
+
+
+def _check_layers(found: ExpertScan) -> None:
+    first = found.groups[0].prefix.rpartition(".")[0]
+    place = re.fullmatch(r"(.*\.)(\d+)(\..*)?", first)
+    if place is None:
+        return
+    name = re.compile(rf"{re.escape(place[1])}(\d{{1,6}}){re.escape(place[3] or '')}\.((?!experts\.).+)")
+    beside: dict[int, set[str]] = {}
+    for tensor in found.checkpoint.tensors:
+        if tensor not in found.expert_tensors and (match := name.fullmatch(tensor)):
+            beside.setdefault(int(match[1]), set()).add(match[2])
+    having = {group.layer for group in found.groups}
+    router = set.intersection(*(beside.get(layer, set()) for layer in having))
+    for layer in sorted(beside.keys() - having):
+        if router and router <= beside[layer]:
+            example = f"{place[1]}{layer}{place[3] or ''}.{min(router)}"
+            path = found.checkpoint.path
+            raise CheckpointError(
+                f"{path}: layer {layer} has {example!r} and no experts, other layers have both; the checkpoint is "
+                "incomplete, get it again",
+                file=str(path),
+                tensor=example,
+            )
 
 
 def needed_bytes(found: ExpertScan, fmt: Format | None = None, width: int = 2) -> tuple[int, int]:

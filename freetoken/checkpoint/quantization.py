@@ -47,6 +47,11 @@ _COMPRESSED_TENSORS = {
     "naive-quantized": "fp8_block",
     "dense": "bf16",
 }
+_FIXED: dict[str, dict[str, Any]] = {
+    "nvfp4": {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True},
+    "mxfp4": {"num_bits": 4, "type": "float", "group_size": 32, "symmetric": True},
+}
+"""What a config may only say so of formats whose blocks it does not choose."""
 _SUPPORTED = "compressed-tensors, fp8, modelopt, mxfp4"
 
 
@@ -110,6 +115,19 @@ def declared(checkpoint: Checkpoint) -> Quantization:
         raise _error(
             checkpoint, "config.json", f"quantization_config is a {type(section).__name__}, expected an object"
         )
+    found = _from_section(checkpoint, section)
+    if checkpoint.sidecar is not None:
+        other = _from_sidecar(checkpoint)
+        if set(other.formats) != set(found.formats):
+            raise _error(
+                checkpoint,
+                "hf_quant_config.json",
+                f"it declares {other}, config.json declares {found}: remove one of them",
+            )
+    return found
+
+
+def _from_section(checkpoint: Checkpoint, section: Mapping[str, Any]) -> Quantization:
     method = section.get("quant_method")
     if method == "mxfp4":
         return Quantization("mxfp4", for_all(Scheme("mxfp4")), _names(section.get("modules_to_not_convert")))
@@ -144,6 +162,9 @@ def _from_compressed_tensors(checkpoint: Checkpoint, section: Mapping[str, Any])
     groups = section.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _error(checkpoint, "config.json", "compressed-tensors quantization_config has no config_groups")
+    for key in ("transform_config", "sparsity_config"):  # weights that are rotated, or stored without their zeros
+        if section.get(key) and not (isinstance(section[key], dict) and section[key].get("format") == "dense"):
+            raise _error(checkpoint, "config.json", f"{key} {shown(section[key])} is not supported; supported: none")
     found = []
     for name, group in groups.items():
         written = group.get("format") or section.get("format") if isinstance(group, dict) else None
@@ -156,8 +177,17 @@ def _from_compressed_tensors(checkpoint: Checkpoint, section: Mapping[str, Any])
             )
         fmt = _COMPRESSED_TENSORS[written]
         block = _block_of_group(checkpoint, name, group.get("weights")) if fmt == "fp8_block" else None
+        _check_fixed(checkpoint, "config.json", f"{name}: ", fmt, group.get("weights"))
         found.append((_targets(group.get("targets")), Scheme(fmt, block)))
     return Quantization("compressed-tensors", tuple(found), _names(section.get("ignore")))
+
+
+def _check_fixed(checkpoint: Checkpoint, source: str, where: str, fmt: str, said: Any) -> None:
+    """Refuse numbers that contradict the format."""
+    for key, expected in _FIXED.get(fmt, {}).items():
+        value = said.get(key) if isinstance(said, dict) else None
+        if value is not None and value != expected:
+            raise _error(checkpoint, source, f"{where}{key} is {shown(value)}, {fmt} has {expected}")
 
 
 def _targets(value: Any) -> tuple[str, ...]:
@@ -221,7 +251,9 @@ def _modelopt_scheme(checkpoint: Checkpoint, source: str, section: Any, where: s
             source,
             f"{where}quant_algo {shown(algorithm)} is not supported; supported: {', '.join(_MODELOPT)}",
         )
-    return _MODELOPT[algorithm]
+    scheme = _MODELOPT[algorithm]
+    _check_fixed(checkpoint, source, where, scheme.format, section)
+    return scheme
 
 
 def for_all(*schemes: Scheme) -> tuple[tuple[tuple[str, ...], Scheme], ...]:

@@ -7,6 +7,7 @@ declares. A tensor below `experts` that nothing claims is an error, so that no e
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from reprlib import repr as shown
@@ -37,6 +38,8 @@ _ROLE = {
 _SUFFIX = {"scale_inv": "weight_scale_inv"}  # of a fused tensor, which has no `weight` in its name
 _ANY_EXPERT = re.compile(r"(?:^|\.)experts\.(?!e_score_correction_bias$|post_expert_norm\.)")
 """Everything below `experts`, but for a router's bias (Laguna) and a norm (Muse Spark), which are the model's."""
+_OF_THE_CACHE = ("k_scale", "v_scale", "q_scale", "output_scale")
+"""Scales for a quantized key-value cache, which stand beside a projection's weight and are not used."""
 _INTERLEAVED_FAMILIES = ("gpt_oss",)
 _INTERLEAVED_NAMES = ("w13_",)
 """Families and names whose fused gate and up rows alternate; others put all gate rows first."""
@@ -253,22 +256,38 @@ def _find_dense(
     Tools leave attention or single layers unquantized without always listing them, and a plain weight is complete by
     itself; what must not pass is a packed weight without its scales.
     """
-    suffixes = {s for name in formats.names() for sp in formats.get(name).spellings for s, _ in sp.tensors.values()}
-    suffixes |= {s for name in formats.names() for sp in formats.get(name).spellings for s in sp.optional}
+    spellings = [spelling for name in formats.names() for spelling in formats.get(name).spellings]
+    suffixes = {s for spelling in spellings for s in (*(s for s, _ in spelling.tensors.values()), *spelling.optional)}
     modules: dict[str, dict[str, TensorInfo]] = {}
     for info in checkpoint.tensors.values():
-        if info.name in experts:
-            continue
         module, _, suffix = info.name.rpartition(".")
-        if suffix in suffixes:
+        if info.name not in experts and suffix not in _OF_THE_CACHE:
             modules.setdefault(module, {})[suffix] = info
     for module, parts in modules.items():
-        if set(parts) == {"weight"} and parts["weight"].dtype in ("BF16", "F16", "F32"):
+        known = suffixes & parts.keys()
+        if not known or (known == {"weight"} and parts["weight"].dtype in ("BF16", "F16", "F32")):
             continue
-        if set(parts) == {"scale"}:  # a parameter of that name, as routers have; DeepSeek-V4's stands beside a weight
+        if known == {"scale"}:  # a parameter of that name, as routers have; DeepSeek-V4's stands beside a weight
             continue
         schemes = dict.fromkeys((*quantization.schemes_of([module]), *quantization.schemes))
         written = match_spelling(module, parts, schemes, _because(quantization))
         n, k = two_dimensions(parts[written.suffix("codes")])
-        check_matrix(parts, written, n, k * 8 // written.format.bits)
+        k = k * 8 // written.format.bits
+        check_matrix(parts, written, n, k)
+        _check_unambiguous(parts, written, schemes, n, k)
         yield QuantizedDense(checkpoint, module, written, parts)
+
+
+def _check_unambiguous(parts: Parts, written: Written, schemes: Iterable[Scheme], n: int, k: int) -> None:
+    """transformers does not tell which module it unpacks, so another block of other values must have another shape."""
+    for scheme in schemes:
+        if scheme.format == written.format.name and scheme.block != written.block:
+            shape = parts[written.suffix("scales")].shape
+            if shape in written.format.stored_scale_shapes(n, k, scheme.block) and math.prod(shape) > 1:
+                info = parts[written.suffix("scales")]
+                raise CheckpointError(
+                    f"{info.file}: tensor {info.name!r} of shape {list(shape)} fits blocks of {written.block} and of "
+                    f"{scheme.block}, which the config both declares; such a mixture is not supported",
+                    file=str(info.file),
+                    tensor=info.name,
+                )

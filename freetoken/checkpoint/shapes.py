@@ -9,7 +9,7 @@ import numpy as np
 
 from freetoken.checkpoint.experts import Parts, Written
 from freetoken.checkpoint.safetensors import DTYPES, Checkpoint, TensorInfo
-from freetoken.errors import CheckpointError
+from freetoken.errors import CheckpointError, FormatError
 from freetoken.formats.base import Format
 
 _WIDTHS = ("moe_hidden_size", "moe_latent_size", "hidden_size")
@@ -44,6 +44,12 @@ def shape_of_experts(
     h, i = shape.hidden, shape.intermediate
     if not h or not i:  # tensors of no bytes could claim any number of experts
         raise _shape_error(next(iter(parts.values()))[suffix], "experts of some width")
+    for width in (h, i):
+        try:
+            written.format.check_scale_block(width, written.block)
+        except FormatError as error:
+            info = parts[first, "down_proj"][written.suffix("scales")]
+            raise CheckpointError(f"{info.file}: {prefix}: {error}", file=str(info.file), tensor=info.name) from error
     rows_of = {"gate_proj": (i, h), "up_proj": (i, h), "down_proj": (h, i), "gate_up_proj": (2 * i, h)}
     lead = parts[first, "gate_up_proj"][suffix].shape[:1] if fused else ()
     alike = set()

@@ -200,6 +200,10 @@ class Format(ABC):
         """
         return ((n, k // self.block),)
 
+    def check_scale_block(self, k: int, block: ScaleBlock | None) -> None:
+        """Raise `FormatError` when records cannot hold the scales of such blocks, whatever they are."""
+        return
+
     def read_scales(self, stored: NDArray[Any], dtype: str) -> Scales:
         """A checkpoint's scales, the bits of a safetensors dtype, in this format's scale type and the same shape."""
         scales: Scales = stored

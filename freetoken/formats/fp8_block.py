@@ -20,6 +20,7 @@ from freetoken.formats.codes import E4M3, E8M0, fp32_to_e4m3
 _BLOCK = 128
 _SMALLEST = np.float32(448 * 2.0**-126)
 """Blocks of smaller weights take the smallest normal scale: a subnormal one costs some processors dearly."""
+_LARGEST = np.finfo(np.float32).max / np.float32(448)
 
 
 class FP8Block(Format):
@@ -71,6 +72,9 @@ class FP8Block(Format):
             shapes += [grid[:1], ()] if grid[0] == 1 else [grid[:1]]
         return tuple(shapes)
 
+    def check_scale_block(self, k: int, block: ScaleBlock | None) -> None:
+        _check_columns(_block(1, k, block)[1])
+
     def read_scales(self, stored: NDArray[Any], dtype: str) -> NDArray[np.uint32]:
         if dtype == "BF16":
             return stored.astype(np.uint32) << np.uint32(16)
@@ -87,9 +91,10 @@ class FP8Block(Format):
 
     def find_bad(self, matrix: Matrix) -> str | None:
         assert matrix.scales is not None
-        bad = np.flatnonzero(((matrix.scales & 0x7F800000) == 0x7F800000).any(axis=1))
+        scales = np.ascontiguousarray(matrix.scales).view(np.float32)
+        bad = np.flatnonzero(~((scales >= 0) & (scales <= _LARGEST)).all(axis=1))
         if bad.size:
-            return f"row {bad[0]} has a NaN or infinite block scale"
+            return f"row {bad[0]} has a block scale that is NaN, infinite, negative or too large for fp32 weights"
         bad = np.flatnonzero(((matrix.codes & 0x7F) == 0x7F).any(axis=1))
         return f"row {bad[0]} holds a NaN weight" if bad.size else None
 
@@ -105,8 +110,7 @@ def from_grid(
     rows, columns = block
     if grid.shape != (-(-n // rows), -(-k // columns)):
         raise _grid_error(f"a grid of {grid.shape} scales does not cover ({n}, {k}) in blocks of {block}", n, k)
-    if columns % _BLOCK and _BLOCK % columns:
-        raise _grid_error(f"scale blocks of {columns} columns do not fit its blocks of {_BLOCK}", n, k)
+    _check_columns(columns)
     if columns < _BLOCK:
         share = _BLOCK // columns
         if not np.array_equal(grid, np.repeat(grid[:, ::share], share, axis=1)[:, : grid.shape[1]]):
@@ -138,7 +142,12 @@ def _expand(
     return np.repeat(np.repeat(grid, block[0], axis=0)[:n], block[1], axis=1)[:, :k]
 
 
-def _grid_error(what: str, n: int, k: int) -> FormatError:
+def _check_columns(columns: int) -> None:
+    if columns % _BLOCK and _BLOCK % columns:
+        raise _grid_error(f"scale blocks of {columns} columns do not fit its blocks of {_BLOCK}")
+
+
+def _grid_error(what: str, n: int = 0, k: int = 0) -> FormatError:
     return FormatError(f"fp8_block: {what}; such scales cannot be held in records", format="fp8_block", shape=(n, k))
 
 

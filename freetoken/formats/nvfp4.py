@@ -89,7 +89,10 @@ class NVFP4(Format):
         if factor * 6 * 448 > np.finfo(np.float32).max:
             return f"its global scale of {matrix.global_scale} makes weights that no fp32 holds"
         bad = np.flatnonzero(((matrix.scales & 0x7F) == 0x7F).any(axis=1))
-        return f"row {bad[0]} has a NaN block scale" if bad.size else None
+        if bad.size:
+            return f"row {bad[0]} has a NaN block scale"
+        bad = np.flatnonzero((matrix.scales > 0x80).any(axis=1))
+        return f"row {bad[0]} has a negative block scale" if bad.size else None
 
 
 FORMAT = NVFP4()

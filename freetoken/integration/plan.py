@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from freetoken.checkpoint.experts import ExpertScan, LayerExperts
@@ -20,6 +21,11 @@ from freetoken.formats.base import Format
 from freetoken.integration.activation import find_activation
 
 _CHECKED_AT_ONCE = 1 << 22
+_UNUSED = (
+    "input_scale", "activation_scale", "input_global_scale", "k_scale", "v_scale", "q_scale", "output_scale",
+    "inv_freq",
+)  # fmt: skip
+"""Suffixes of tensors that say nothing about weights: scales of activations and caches, tables that are computed."""
 
 
 @dataclass
@@ -73,6 +79,26 @@ class LoadPlan:
                 file=str(folder),
                 tensor=missing[0],
             )
+
+    def check_unexpected(self, model: torch.nn.Module, report: dict[str, Any]) -> None:
+        """A tensor below a module of a layer that the module has no place for would change what it computes.
+
+        What belongs to no module that is there, as towers and layers that predict further tokens, is left out.
+        """
+        modules = dict(model.named_modules())
+        for name in sorted(str(key) for key in report.get("unexpected_keys") or ()):
+            parent, _, suffix = name.rpartition(".")
+            while parent and parent not in modules:
+                parent = parent.rpartition(".")[0]
+            container = not parent or isinstance(modules[parent], torch.nn.ModuleList | PreTrainedModel)
+            if not container and suffix not in _UNUSED:
+                path = self.scan.checkpoint.path
+                raise CheckpointError(
+                    f"{path}: nothing claims the tensor {name!r}: {type(modules[parent]).__name__} {parent!r} has no "
+                    "place for it; how this checkpoint was written is not supported",
+                    file=str(path),
+                    tensor=name,
+                )
 
     def _dense_error(self, name: str, found: str, built: str) -> CheckpointError:
         info = self.scan.checkpoint.tensors.get(name)

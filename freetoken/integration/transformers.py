@@ -237,6 +237,7 @@ def _load_dense(
                 file=str(checkpoint.path),
             ) from error
     plan.check_report(info)
+    plan.check_unexpected(model, info)
     plan.check_dense(model)
     return model
 

@@ -17,6 +17,7 @@ import torch
 
 from freetoken.banks import Bank
 from freetoken.checkpoint.experts import ExpertGroup, ExpertScan
+from freetoken.checkpoint.inspect import check_config
 from freetoken.checkpoint.load import fill_banks
 from freetoken.checkpoint.safetensors import open_checkpoint
 from freetoken.checkpoint.scan import scan
@@ -655,8 +656,63 @@ def test_an_fp8_weight_that_is_no_number(tmp_path: Path) -> None:
         0
     ]
     group.check_scales()
-    with pytest.raises(CheckpointError, match=r"row 5 holds a NaN weight"):
+    with pytest.raises(CheckpointError, match=rf"'{name}': row 5 holds a NaN weight"):
         group.read(1)
+
+
+# --- the dense part and whole layers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["pre_quant_scale", "weight_zero_point", "weight_g_idx"])
+def test_a_tensor_beside_a_packed_weight_that_nothing_claims(tmp_path: Path, suffix: str) -> None:
+    tensors = qwen3_tensors("fp8")
+    name = "model.layers.1.self_attn.q_proj"
+    tensors |= {f"{name}.{s}": t for s, t in matrix(np.random.default_rng(1), "fp8", 64, HIDDEN).items()}
+    tensors[f"{name}.{suffix}"] = bf16(np.ones(HIDDEN))
+    folder = write_folder(tmp_path / "m", qwen3_config(quantization_config=fp8([24, 128])), tensors)
+    with pytest.raises(CheckpointError, match=rf"nothing claims '{name}\.{suffix}'"):
+        scan_folder(folder)
+
+
+def test_scales_of_a_cache_are_not_used(tmp_path: Path) -> None:
+    tensors = qwen3_tensors("fp8")
+    name = "model.layers.1.self_attn.k_proj"
+    tensors |= {f"{name}.{s}": t for s, t in matrix(np.random.default_rng(1), "fp8", 32, HIDDEN).items()}
+    tensors[f"{name}.k_scale"] = fp32(1.0)
+    found = scan_folder(write_folder(tmp_path / "m", qwen3_config(quantization_config=fp8([24, 128])), tensors))
+    assert [d.module for d in found.dense] == [name]
+
+
+def test_blocks_that_the_shape_of_scales_does_not_tell_apart(tmp_path: Path) -> None:
+    """64 rows in blocks of 24 or of 30 are three each."""
+    section = compressed_fp8("block", block_structure=[24, 128])
+    other = compressed_fp8("block", block_structure=[30, 128])["config_groups"]["group_0"]
+    section["config_groups"]["group_1"] = other | {"targets": ["re:.*k_proj"]}
+    tensors = qwen3_tensors("ct-fp8-block")
+    name = "model.layers.1.self_attn.q_proj"
+    tensors |= {f"{name}.{s}": t for s, t in matrix(np.random.default_rng(1), "ct-fp8-block", 64, HIDDEN).items()}
+    folder = write_folder(tmp_path / "m", qwen3_config(quantization_config=section), tensors)
+    with pytest.raises(
+        CheckpointError, match=rf"'{name}\.weight_scale' .* fits blocks of \(24, 128\) and of \(30, 128\)"
+    ):
+        scan_folder(folder)
+
+
+def test_columns_of_scales_that_no_record_holds(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_moe", "hidden_size": 200, "quantization_config": fp8([128, 96])}
+    folder = write_folder(tmp_path / "m", config, fused_fp8(88, 200, (128, 96), False))
+    with pytest.raises(CheckpointError, match=r"experts: .*blocks of 96 columns do not fit"):
+        scan_folder(folder)
+
+
+def test_a_layer_without_its_experts(tmp_path: Path) -> None:
+    tensors = {n: t for n, t in qwen3_tensors().items() if not n.startswith("model.layers.1.mlp.experts")}
+    found = scan_folder(write_folder(tmp_path / "m", qwen3_config(), tensors))
+    with pytest.raises(CheckpointError, match=r"layer 1 has 'model\.layers\.1\.mlp\.gate\.weight' and no experts"):
+        check_config(found)
+    del tensors["model.layers.1.mlp.gate.weight"]
+    tensors["model.layers.1.mlp.gate_proj.weight"] = bf16(np.zeros((WIDTH, HIDDEN)))
+    check_config(scan_folder(write_folder(tmp_path / "n", qwen3_config(), tensors)))  # a dense layer
 
 
 def test_the_oracle_has_the_e2m1_values_of_the_ocp_specification() -> None:

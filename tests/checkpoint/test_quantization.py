@@ -20,6 +20,12 @@ from tests.support.checkpoints import (
 )
 
 
+def group_of(written: str, **weights: Any) -> dict[str, Any]:
+    section = compressed_tensors(written)
+    section["config_groups"]["group_0"]["weights"] |= weights
+    return section
+
+
 def of(section: Any = None, sidecar: Any = None, **config: Any) -> Checkpoint:
     if section is not None:
         config["quantization_config"] = section
@@ -73,8 +79,19 @@ def test_the_sidecar_counts_when_the_config_is_silent() -> None:
     assert found.ignores("lm_head")
     unquantized = declared(of(sidecar={"quantization": {"quant_algo": None}}))
     assert (unquantized.method, unquantized.formats) == ("none", ("bf16",))
-    both = declared(of(NATIVE_MXFP4, sidecar=MODELOPT_SIDECAR))
-    assert both.method == "mxfp4"
+    assert declared(of(MODELOPT, sidecar=MODELOPT_SIDECAR)) == declared(of(MODELOPT))
+
+
+@pytest.mark.parametrize(
+    ("section", "sidecar", "words"),
+    [
+        (NATIVE_MXFP4, MODELOPT_SIDECAR, ("it declares modelopt (nvfp4)", "config.json declares mxfp4 (mxfp4)")),
+        (MODELOPT, {"quantization": {"quant_algo": "FP8"}}, ("it declares modelopt (fp8_block)",)),
+        (MODELOPT, {"quantization": {"quant_algo": None}}, ("it declares none",)),
+    ],
+)
+def test_a_sidecar_that_contradicts_the_config(section: Any, sidecar: Any, words: tuple[str, ...]) -> None:
+    check_refused(of(section, sidecar=sidecar), "hf_quant_config.json", "remove one", *words)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +102,19 @@ def test_the_sidecar_counts_when_the_config_is_silent() -> None:
         (fp8([128, 0]), ("[128, 0]",)),
         (fp8([128, True]), ("[128, True]",)),
         (fp8([128, 128], fmt="e5m2"), ("fmt 'e5m2'", "supported: e4m3")),
+        (
+            compressed_tensors("nvfp4-pack-quantized") | {"transform_config": {"config_groups": {}}},
+            ("transform_config",),
+        ),
+        (
+            compressed_tensors("nvfp4-pack-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            ("sparsity_config", "sparse-24-bitmask"),
+        ),
+        (group_of("nvfp4-pack-quantized", group_size=32), ("group_0: group_size is 32, nvfp4 has 16",)),
+        (group_of("mxfp4-pack-quantized", group_size=16), ("group_size is 16, mxfp4 has 32",)),
+        (group_of("nvfp4-pack-quantized", num_bits=8), ("num_bits is 8",)),
+        (group_of("nvfp4-pack-quantized", symmetric=False), ("symmetric is False",)),
+        (MODELOPT | {"group_size": 32}, ("group_size is 32, nvfp4 has 16",)),
         (compressed_fp8("token"), ("group_0", "float8", "strategy 'token'")),
         (compressed_fp8("tensor", type="int"), ("int8", "strategy 'tensor'")),
         (compressed_fp8("block"), ("block_structure is None",)),

@@ -166,6 +166,19 @@ def test_a_dense_scale_that_is_no_number(tmp_path: Path) -> None:
     check_refused(folder, CheckpointError, f"{Q_PROJ}_scale", "NaN")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.layers.0.self_attn.q_proj.R_input.weight", ("Linear 'model.layers.0.self_attn.q_proj'",)),
+        ("model.layers.0.self_attn.q_proj.bias", ("Linear 'model.layers.0.self_attn.q_proj'",)),
+        ("model.layers.0.mlp.junk.weight", ("Qwen3MoeSparseMoeBlock 'model.layers.0.mlp'",)),
+    ],
+)
+def test_a_tensor_that_no_module_has_a_place_for(tmp_path: Path, name: str, words: tuple[str, ...]) -> None:
+    folder = write_folder(tmp_path / "m", qwen3_config(), qwen3_tensors() | {name: bf16(np.ones((64, 64)))})
+    check_refused(folder, CheckpointError, f"nothing claims the tensor {name!r}", *words)
+
+
 # --- configs ---------------------------------------------------------------------------------------------------------
 
 CONFIGS: dict[str, tuple[dict[str, Any], type[FreeTokenError], tuple[str, ...]]] = {

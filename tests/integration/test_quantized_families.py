@@ -207,3 +207,11 @@ def test_a_layer_that_no_group_is_for(tmp_path: Path) -> None:
     rewrite(tmp_path / "m", section, by_layer)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.0\..*expected bf16"):
         load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", ["model.visual.proj.weight", "model.layers.2.eh_proj.weight", "mtp.fc.weight"])
+def test_tensors_of_modules_that_are_not_there_are_left_out(tmp_path: Path, name: str) -> None:
+    stock = save_small(tmp_path, "qwen3_moe", {})
+    tensors = load_file(tmp_path / "model.safetensors") | {name: torch.ones(64, 64)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check_logits(load(tmp_path), stock)

@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -247,3 +247,30 @@ def _read_numa_maps(address: int, root: Path = Path("/")) -> dict[int, int]:
         if start and best[0] < int(start[0], 16) <= address:
             best = int(start[0], 16), line
     return {int(node): int(count) for node, count in re.findall(r"\bN(\d+)=(\d+)", best[1])}
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """What the kernel says of pages. pages: node -> pages of banks there, scaled up from samples.
+
+    local_share: how many bytes of banks, of those that their readers fetch, lie on the reader's own node.
+    """
+
+    pages: Mapping[int, int]
+    local_share: float
+
+
+def measure(pieces: Iterable[tuple[NDArray[np.uint8], tuple[int | None, ...]]]) -> Achieved | None:
+    """Read back where mappings lie, each with the nodes of the workers that read it; None where nothing can be said."""
+    pages: dict[int, float] = {}
+    local = total = 0.0
+    for array, readers in pieces:
+        found = locate(array)
+        for node, count in found.items():
+            share = array.nbytes * count / sum(found.values())
+            pages[node] = pages.get(node, 0) + share / mmap.PAGESIZE
+            total += share
+            local += share * readers.count(node) / max(1, len(readers))
+    if not total:
+        return None
+    return Achieved({node: round(pages[node]) for node in sorted(pages)}, local / total)

@@ -20,7 +20,7 @@ _RUNTIME = re.compile(r"/(lib(?:gomp|iomp5|omp)[^/]*\.so[^/]*)$")
 
 @dataclass(frozen=True)
 class Info:
-    """Facts about machine and process; see `collect`. nodes: NUMA node -> its memory in bytes, None if not known."""
+    """Facts about machine and process; see `collect`."""
 
     version: str
     python: str
@@ -37,7 +37,6 @@ class Info:
     gpu_nodes: dict[str, int | None]
     memory_bytes: int
     memory_where: str
-    nodes: dict[int, int | None]
     placement: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,7 +45,6 @@ class Info:
 
     def __str__(self) -> str:
         packages = ", ".join(f"{name} {version}" for name, version in self.packages.items())
-        nodes = ", ".join(f"{n} ({format_bytes(size or 0)})" for n, size in self.nodes.items() if size != 0)
         return "\n".join(
             [
                 f"freetoken  {self.version}, Python {self.python}, {self.system}",
@@ -57,7 +55,7 @@ class Info:
                 f"cores      {', '.join(map(str, self.cores))} ({self.cores_why})",
                 f"nodes      {self._draw_nodes()}",
                 f"memory     {format_bytes(self.memory_bytes)} may be allocated ({self.memory_where})",
-                f"placement  {self.placement}; nodes with memory {nodes or 'not known'}",
+                f"placement  {self.placement}",
             ]
         )
 
@@ -93,7 +91,6 @@ def collect() -> Info:
         gpu_nodes={gpu.address: machine.gpu_numa_node(gpu.address) for gpu in machine.gpus},
         memory_bytes=memory.available_bytes,
         memory_where=memory.where,
-        nodes={node.id: node.memory_bytes for node in machine.nodes},
         placement=str(placement.choose(machine, workers)),
     )
 

@@ -514,7 +514,7 @@ cdef class ShardedLayer:
         self.numbers = NULL
         self.masks = NULL
         self.keys = NULL
-        if sorted(set(teams)) != list(range(shards)) or len(cpus) != threads:
+        if not shards or sorted(set(teams)) != list(range(shards)) or len(cpus) != threads:
             raise ValueError(f"{shards} shards, teams {teams}, CPUs of {len(cpus)} threads: expected a thread for each")
         self.layers = tuple(layers)
         first = self.layers[0]

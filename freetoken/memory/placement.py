@@ -111,14 +111,14 @@ def _decide(topology: Topology, wanted: str | int, off: Placement) -> Placement:
 def _make_teams(topology: Topology, nodes: tuple[int, ...], homes: tuple[int | None, ...]) -> tuple[int, ...]:
     """Each worker serves its own node; one whose node has no bank the nearest with the fewest workers for now."""
     sizes = [homes.count(node) for node in nodes]
-    far = {node.id: node.distances for node in topology.nodes}
+    far = {node.id: dict(node.distances) for node in topology.nodes}
     teams = []
     for home in homes:
         if home in nodes:
             teams.append(nodes.index(home))
             continue
-        distances = {} if home is None else far.get(home, {})
-        best = min(range(len(nodes)), key=lambda s: (distances.get(nodes[s], 0), sizes[s]))
+        distance = {} if home is None else far[home]
+        best = min(range(len(nodes)), key=lambda shard: (distance.get(nodes[shard], 0), sizes[shard]))
         sizes[best] += 1
         teams.append(best)
     return tuple(teams)

@@ -19,6 +19,7 @@ from freetoken.memory import _mempolicy, mapping, placement
 from freetoken.memory.mapping import map_bytes
 from freetoken.memory.placement import Placement, Placer, bind_thread, choose, locate, measure
 from freetoken.topology import Topology
+from tests.support.mempolicy import FakeKernel
 from tests.support.sysfs import FakeSystem
 
 Nodes = Mapping[int, tuple[str, int]]
@@ -44,30 +45,10 @@ def machine(root: Path, nodes: Nodes, mask: str = "0-3", distances: Mapping[int,
     return topology.read(root, affinity=topology.parse_cpu_list(mask))
 
 
-class Kernel:
-    """Stands for the system's calls: notes each, and refuses with an errno if told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.refuses: dict[str, int] = {}
-        self.thread: tuple[int, tuple[int, ...]] = (_mempolicy.BIND, (1,))
-        for name in ("mbind", "set_mempolicy", "get_mempolicy", "locate_pages"):
-            monkeypatch.setattr(_mempolicy, name, lambda *args, name=name: self.take(name, *args))
-        monkeypatch.setattr(_mempolicy, "SUPPORTED", True)
-
-    def take(self, name: str, *args: Any) -> Any:
-        self.calls.append((name, *args))
-        if name in self.refuses:
-            raise OSError(self.refuses[name], os.strerror(self.refuses[name]))
-        if name == "set_mempolicy":
-            self.thread = (args[0], tuple(args[1]))
-        return self.thread if name == "get_mempolicy" else None
-
-
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     monkeypatch.delenv("FREETOKEN_CPU_MOE_NUMA", raising=False)
-    return Kernel(monkeypatch)
+    return FakeKernel(monkeypatch)
 
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
@@ -95,7 +76,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     ],
 )
 def test_policies(
-    tmp_path: Path, kernel: Kernel, nodes: Nodes, mask: str, request_: str | int, policy: str, on: tuple[int, ...]
+    tmp_path: Path, kernel: FakeKernel, nodes: Nodes, mask: str, request_: str | int, policy: str, on: tuple[int, ...]
 ) -> None:
     found = machine(tmp_path, nodes, mask)
     chosen = choose(found, found.workers(), request_)
@@ -107,7 +88,7 @@ def test_policies(
 
 
 def test_the_setting_is_read_and_the_argument_wins(
-    tmp_path: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = machine(tmp_path, TWO)
     monkeypatch.setenv("FREETOKEN_CPU_MOE_NUMA", "1")
@@ -116,7 +97,7 @@ def test_the_setting_is_read_and_the_argument_wins(
 
 
 @pytest.mark.parametrize("value", ["yes", "true", "on", "node1", "-1", "2", "1.5", "³", True, False, 7, -1, 1.0, "0,1"])
-def test_bad_values_list_the_good_ones(tmp_path: Path, kernel: Kernel, value: Any) -> None:
+def test_bad_values_list_the_good_ones(tmp_path: Path, kernel: FakeKernel, value: Any) -> None:
     found = machine(tmp_path, TWO)
     with pytest.raises(ConfigError) as caught:
         choose(found, found.workers(), value)
@@ -128,7 +109,7 @@ def test_bad_values_list_the_good_ones(tmp_path: Path, kernel: Kernel, value: An
 
 @pytest.mark.parametrize("value", ["yes", "2", "-1"])
 def test_bad_settings_name_the_variable(
-    tmp_path: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch, value: str
+    tmp_path: Path, kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("FREETOKEN_CPU_MOE_NUMA", value)
     found = machine(tmp_path, TWO)
@@ -139,13 +120,13 @@ def test_bad_settings_name_the_variable(
 @pytest.mark.parametrize(
     ("nodes", "value"), [(CPUS_ONLY, 1), ({}, 0), (MEMORY_ONLY, 4)], ids=["no memory", "no nodes", "no such node"]
 )
-def test_a_node_that_cannot_hold_banks_is_refused(tmp_path: Path, kernel: Kernel, nodes: Nodes, value: int) -> None:
+def test_a_node_that_cannot_hold_banks_is_refused(tmp_path: Path, kernel: FakeKernel, nodes: Nodes, value: int) -> None:
     found = machine(tmp_path, nodes)
     with pytest.raises(ConfigError, match=f"placement={value} is not one of"):
         choose(found, found.workers(), value)
 
 
-def test_memory_that_the_cpuset_forbids_is_not_used(tmp_path: Path, kernel: Kernel) -> None:
+def test_memory_that_the_cpuset_forbids_is_not_used(tmp_path: Path, kernel: FakeKernel) -> None:
     FakeSystem(tmp_path).write("/proc/self/status", "Cpus_allowed_list:\t0-3\nMems_allowed_list:\t0\n")
     found = machine(tmp_path, TWO)
     assert choose(found, found.workers(), "auto").policy == "off"
@@ -153,7 +134,7 @@ def test_memory_that_the_cpuset_forbids_is_not_used(tmp_path: Path, kernel: Kern
         choose(found, found.workers(), 1)
 
 
-def test_a_node_without_a_worker_gets_pages_but_no_shard(tmp_path: Path, kernel: Kernel) -> None:
+def test_a_node_without_a_worker_gets_pages_but_no_shard(tmp_path: Path, kernel: FakeKernel) -> None:
     found = machine(tmp_path, TWO)
     for request in ("auto", "shard"):
         chosen = choose(found, found.workers(1), request)
@@ -161,7 +142,7 @@ def test_a_node_without_a_worker_gets_pages_but_no_shard(tmp_path: Path, kernel:
         assert "no worker on node 1" in chosen.why
 
 
-def test_teams_and_homes(tmp_path: Path, kernel: Kernel) -> None:
+def test_teams_and_homes(tmp_path: Path, kernel: FakeKernel) -> None:
     """Workers of a node without memory help the nearest node, or where all are as near the one with fewest workers."""
     found = machine(tmp_path, CPUS_ONLY)
     chosen = choose(found, found.workers(), "auto")
@@ -177,7 +158,7 @@ def test_teams_and_homes(tmp_path: Path, kernel: Kernel) -> None:
 
 @pytest.mark.parametrize(("nodes", "mask"), [(ONE, "0-3"), ({}, "0-3"), (TWO, "0-1")])
 def test_auto_asks_nothing_and_says_so_once(
-    tmp_path: Path, kernel: Kernel, nodes: Nodes, mask: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kernel: FakeKernel, nodes: Nodes, mask: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = machine(tmp_path, nodes, mask)
     with caplog.at_level(logging.INFO, "freetoken.memory"):
@@ -193,7 +174,7 @@ def test_auto_asks_nothing_and_says_so_once(
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EINVAL])
 @pytest.mark.parametrize("request_", ["auto", "interleave", 1])
 def test_a_refused_call_is_the_last(
-    tmp_path: Path, kernel: Kernel, number: int, request_: str | int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kernel: FakeKernel, number: int, request_: str | int, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel.refuses = dict.fromkeys(("mbind", "set_mempolicy", "get_mempolicy"), number)
     found = machine(tmp_path, TWO)
@@ -210,7 +191,7 @@ def test_a_refused_call_is_the_last(
 
 
 def test_a_refusal_later_on_is_the_last_call_too(
-    tmp_path: Path, kernel: Kernel, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kernel: FakeKernel, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = machine(tmp_path, TWO)
     placer = Placer(choose(found, found.workers(), "auto"))
@@ -224,7 +205,7 @@ def test_a_refusal_later_on_is_the_last_call_too(
 
 
 def test_an_unknown_system_is_asked_nothing(
-    tmp_path: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_mempolicy, "SUPPORTED", False)
     found = machine(tmp_path, TWO)
@@ -246,7 +227,7 @@ def test_an_unknown_system_is_asked_nothing(
     ],
 )
 def test_a_policy_is_set_on_fresh_pages_only(
-    tmp_path: Path, kernel: Kernel, request_: str | int, node: int | None, asked: tuple[int, tuple[int, ...]]
+    tmp_path: Path, kernel: FakeKernel, request_: str | int, node: int | None, asked: tuple[int, tuple[int, ...]]
 ) -> None:
     """And never binds: a full node must spill."""
     found = machine(tmp_path, TWO)
@@ -279,7 +260,7 @@ def _resident(address: int, nbytes: int) -> int:
     raise AssertionError(f"no mapping at {address:#x}")
 
 
-def test_a_scope_restores_the_policy_of_the_thread(tmp_path: Path, kernel: Kernel) -> None:
+def test_a_scope_restores_the_policy_of_the_thread(tmp_path: Path, kernel: FakeKernel) -> None:
     found = machine(tmp_path, TWO)
     placer, before = Placer(choose(found, found.workers(), "interleave")), kernel.thread
     with placer.scope():
@@ -297,7 +278,7 @@ def _note_and_fail(seen: list[Any], look: Callable[[], Any]) -> None:
     raise KeyError
 
 
-def test_a_scope_that_is_refused_runs_its_body(tmp_path: Path, kernel: Kernel) -> None:
+def test_a_scope_that_is_refused_runs_its_body(tmp_path: Path, kernel: FakeKernel) -> None:
     found = machine(tmp_path, TWO)
     placer, before = Placer(choose(found, found.workers(), "interleave")), kernel.thread
     kernel.refuses = {"set_mempolicy": errno.EPERM}
@@ -353,7 +334,7 @@ def test_shares_weigh_banks_by_their_size_and_readers(monkeypatch: pytest.Monkey
     assert measure([(large, (0,))]) is None
 
 
-def test_numa_maps_answers_where_the_query_is_refused(tmp_path: Path, kernel: Kernel) -> None:
+def test_numa_maps_answers_where_the_query_is_refused(tmp_path: Path, kernel: FakeKernel) -> None:
     kernel.refuses = {"locate_pages": errno.EPERM}
     text = "7f0000000000 default anon=9 N0=9\n7f0000001000 prefer:1 anon=5 dirty=5 N0=1 N1=4 kernelpagesize_kB=4\n"
     FakeSystem(tmp_path).write("/proc/self/numa_maps", text + "7f0000009000 default anon=3 N3=3\n")

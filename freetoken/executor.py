@@ -170,9 +170,7 @@ class Executor:
         teams = self.teams(len(parts))
         if self.placement is None or teams != self.placement.teams:
             return ShardedLayer(parts, teams, [()] * len(teams))
-        homes = self.placement.homes
-        seats = {home: [cpu for cpu, of in zip(self.workers, homes, strict=True) if of == home] for home in homes}
-        return ShardedLayer(parts, teams, [seats[home] for home in homes])
+        return ShardedLayer(parts, teams, self.placement.seats(self.workers))
 
     def _first_that_agrees(self, bank: Bank, activation: Activation) -> KernelChoice:
         choices = kernel_choices(bank.layout.format, self.act, self.dtype, self.tier)

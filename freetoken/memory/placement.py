@@ -56,6 +56,11 @@ class Placement:
         named = {"shard": "shard over nodes ", "interleave": "interleave over nodes ", "node": "node ", "off": "off"}
         return f"{named[self.policy]}{where} ({self.why})"
 
+    def seats(self, workers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Where the thread of each worker may sit: on the CPUs of the workers of its node."""
+        pairs = list(zip(workers, self.homes, strict=True))
+        return [tuple(cpu for cpu, other in pairs if other == home) for _, home in pairs]
+
     def cpus_of(self, node: int | None) -> tuple[int, ...]:
         """CPUs of a node that this process may use; none for no node."""
         return () if node is None or self.cpus is None else self.cpus.get(node, ())

@@ -6,7 +6,9 @@ import errno
 import logging
 import mmap
 import os
+import platform
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from freetoken.memory.mapping import map_bytes
 from freetoken.memory.placement import Placement, Placer, bind_thread, choose, locate, measure
 from freetoken.topology import Topology
 from tests.support.mempolicy import FakeKernel
+from tests.support.seccomp import CALLS, refuse_policies
 from tests.support.sysfs import FakeSystem
 
 Nodes = Mapping[int, tuple[str, int]]
@@ -202,6 +205,25 @@ def test_a_refusal_later_on_is_the_last_call_too(
         arrays[0][:] = 1
     assert len(kernel.calls) == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.skipif(platform.machine() not in CALLS, reason="the numbers of the calls are not known here")
+def test_a_kernel_that_really_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As under the default filter of container runtimes; in a thread, which it ends with."""
+    found = machine(tmp_path, TWO)
+
+    def use() -> tuple[Placement, int]:
+        refuse_policies()
+        chosen = choose(found, found.workers(), "auto")
+        array = map_bytes(1 << 20, Placer(chosen).place)
+        array[:] = 1
+        return chosen, int(array[-1])
+
+    with ThreadPoolExecutor(1) as pool:
+        chosen, last = pool.submit(use).result()
+    assert (chosen.policy, last) == ("off", 1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "Operation not permitted" in caplog.text or not _mempolicy.SUPPORTED
 
 
 def test_an_unknown_system_is_asked_nothing(

@@ -1,4 +1,4 @@
-"""Makes the kernel refuse memory policies to this process, as container runtimes do by default."""
+"""Makes the kernel refuse memory policies to a thread, as container runtimes do by default to all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 
 def refuse_policies(number: int = errno.EPERM) -> None:
-    """From here on, in this process and for good: those calls fail with an errno. Raises OSError if that cannot be."""
+    """From here on, in this thread and for good: those calls fail with an errno. Raises OSError if that cannot be."""
     calls = CALLS[platform.machine()]
     program = [(_LOAD, 0, 0, 0)]  # the number of the call
     program += [(_JUMP_IF_EQUAL, len(calls) - n, 0, call) for n, call in enumerate(calls)]

@@ -384,6 +384,7 @@ def test_activations_that_are_rounded_together_are_not_cut_apart(monkeypatch: py
 
 SEATS = """
 import json, os, sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import torch
 from freetoken.executor import Activation, Executor
@@ -405,11 +406,21 @@ placement = Placement("shard", (0, 1), "", (0, 1), (0, 1))
 runs = Executor((low, high), torch.float32, "", placement)
 first = runs.bind(whole, Activation()).run(*make_input(3))
 free = masks()
-runs.bind(cut, Activation()).run(*make_input(3))
+layer = runs.bind(cut, Activation())
+layer.run(*make_input(3))
 seated = masks()
+
+def from_a_narrow_thread():
+    os.sched_setaffinity(0, {low})
+    layer.run(*make_input(3))
+    return masks()
+
+with ThreadPoolExecutor(1) as pool:
+    narrow = pool.submit(from_a_narrow_thread).result()
 print(json.dumps({"new": [mask for task, mask in seated.items() if free.get(task) != mask],
                   "caller": os.sched_getaffinity(0) == before, "high": str(high),
-                  "wide": len(set(free.values())) == 1}))
+                  "wide": len(set(free.values())) == 1, "low": str(low),
+                  "narrow": [mask for task, mask in narrow.items() if task not in seated]}))
 """
 
 
@@ -422,6 +433,7 @@ def test_threads_keep_to_their_node_and_the_caller_is_left_alone() -> None:
     assert found["wide"], "threads were kept somewhere without shards"
     assert found["new"] == [found["high"]]
     assert found["caller"]
+    assert set(found["narrow"]) == {found["low"]}, "a thread was put on a CPU that its caller may not use"
 
 
 # --- what cannot be done -------------------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ from freetoken.kernels._isa cimport FT_BF16, FT_FP32, FT_INT8, TileKernel
 
 cdef extern from "team.h" nogil:
     int ft_team_size()
-    void ft_bind_thread(const uint64_t *mask, size_t bytes, uint64_t key)
+    enum:
+        FT_MAX_CPUS
+    void ft_bind_thread(const uint64_t *mask, ptrdiff_t words, uint64_t key)
 
 cdef enum:
     TILE = 16
@@ -348,7 +350,7 @@ cdef void sharded_layer(sharded_job *s, int thread, int n_threads) noexcept nogi
     if planned:
         # thread 0 is the caller's own, and not ours to keep anywhere
         if thread and s.keys[thread]:
-            ft_bind_thread(s.masks + thread * s.mask_words, s.mask_words * sizeof(uint64_t), s.keys[thread])
+            ft_bind_thread(s.masks + thread * s.mask_words, s.mask_words, s.keys[thread])
         first = s.shard[thread]
         last, rank, size = first + 1, s.rank[thread], s.size[first]
     prepare_tokens(&s.jobs[0], thread, n_threads)
@@ -494,8 +496,8 @@ cdef class ShardedLayer:
 
     layers: an `ExpertLayer` for each shard, of the same experts, hidden size and tile function. teams: for each thread
     the shard that it serves; every shard has a thread. cpus: for each thread the CPUs that it stays on from its first
-    layer on, none to leave it alone. Thread 0 is the caller and always left alone. A team of another size serves all
-    shards together, with the same result, and stays where it is.
+    layer on, of those that it may run on; none to leave it alone. Thread 0 is the caller and always left alone. A team
+    of another size serves all shards together, with the same result, and stays where it is.
     """
 
     cdef tuple layers
@@ -527,7 +529,10 @@ cdef class ShardedLayer:
                 raise ValueError("shards differ in experts, hidden size, tile function or rounding")
         self.n_experts = first.n_experts
         self.hidden = first.hidden
-        words = max([cpu for mask in cpus for cpu in mask], default=0) // WORD_BITS + 1
+        top = max([cpu for mask in cpus for cpu in mask], default=0)
+        if top >= FT_MAX_CPUS:
+            raise ValueError(f"CPU {top} is not below {FT_MAX_CPUS}")
+        words = top // WORD_BITS + 1
         self.numbers = <int *> calloc(2 * threads + shards, sizeof(int))
         self.masks = <uint64_t *> calloc(threads * words, sizeof(uint64_t))
         self.keys = <uint64_t *> calloc(threads, sizeof(uint64_t))

@@ -92,6 +92,7 @@ def test_auto_puts_each_shard_on_its_node(machine: Topology, several: tuple[int,
         assert set(locate(shard.records)) == {shard.node}
     found = measure((shard.records, (shard.node,)) for shard in bank.shards)
     assert found is not None
+    print("auto:", found)
     assert found.local_share == 1.0
     assert set(found.pages) == set(several)
     assert sum(found.pages.values()) == pytest.approx(bank.nbytes / mmap.PAGESIZE, abs=len(several))
@@ -106,6 +107,7 @@ def test_interleave_splits_evenly(machine: Topology, several: tuple[int, ...]) -
             _without_huge_pages(array)
         on_node(machine, several[0], lambda array=array: array.fill(1))
         found = locate(array, samples=16 * HUGE // mmap.PAGESIZE)
+        print("interleave, huge pages:" if huge else "interleave, small pages:", found)
         assert sum(found.values()) == 16 * HUGE // mmap.PAGESIZE
         slack = 2 * HUGE // mmap.PAGESIZE if huge else 1
         for node in several:
@@ -162,6 +164,7 @@ def test_a_full_node_spills(machine: Topology) -> None:
     array = map_bytes(size, placer.place)
     array[:: mmap.PAGESIZE] = 1
     found = locate(array, samples=4096)
+    print(f"a bank of {size >> 20} MiB on node {node} of {free[node] >> 20} MiB free:", found)
     assert found[node] > 0.5 * sum(found.values())
     assert len(found) > 1
     assert sum(found.values()) == min(4096, -(-size // mmap.PAGESIZE))

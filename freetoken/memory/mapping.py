@@ -59,14 +59,14 @@ def map_file(file: Path, offset: int, nbytes: int) -> NDArray[np.uint8]:
 
 
 def _map_reserved(size: int, place: Callable[[int, int], object]) -> NDArray[np.uint8] | None:
-    """A mapping on explicit huge pages, or None where there are not enough.
+    """A mapping on explicit huge pages, or None where there are not enough, or they are so large that much is wasted.
 
     Its pages are made to appear here: a limit of a control group on them kills who meets it in a page fault, and is an
     ordinary error for who asks the kernel to fault them.
     """
     page, free = reserved_pages()
     length = -(-size // page) * page if page else 0
-    if not _mempolicy.MAP_HUGETLB or not length or free * page < length:
+    if not _mempolicy.MAP_HUGETLB or not length or free * page < length or length - size > size // 8:
         return None
     try:
         mapping = mmap.mmap(-1, length, flags=_PLAIN | _mempolicy.MAP_HUGETLB)

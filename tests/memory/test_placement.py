@@ -382,12 +382,12 @@ def test_binding_a_thread_that_may_not_run_there_changes_nothing() -> None:
 def test_reserved_huge_pages_that_are_not_there_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mapping or its population fails, and plain memory serves."""
     places: list[int] = []
-    size = 3 << 20
+    size = (20 << 20) - 7
     monkeypatch.setattr(mapping, "reserved_pages", lambda: (2 << 20, 10**6))
     array = map_bytes(size, lambda address, nbytes: places.append(nbytes))
     array[:] = 7
     assert array.nbytes == size
-    assert places[-1] in (size, 4 << 20)
+    assert places in ([size], [20 << 20, size], [20 << 20])
 
 
 def test_free_reserved_pages_are_those_not_spoken_for(tmp_path: Path) -> None:

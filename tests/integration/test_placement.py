@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import freetoken
 from freetoken.errors import ConfigError
+from freetoken.integration import attach as attaching
 from freetoken.integration import transformers as integration
 from freetoken.integration.operator import layer_of
 from freetoken.memory import _mempolicy
@@ -122,3 +124,19 @@ def test_one_node_is_as_before(
     assert len(caplog.records) == 1
     assert facts.placement.startswith("off (")
     assert (facts.pages_by_node, facts.local_share) == ({}, None)
+
+
+def test_attached_models_are_placed_as_loaded_ones(
+    tiny: Path, kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(tiny, "shard", monkeypatch, dtype=torch.float32)
+    monkeypatch.setattr(attaching, "choose", integration.choose)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    kernel.calls.clear()
+    model = freetoken.attach(stock, placement="shard", expert_format="bf16")
+    layers = [layer for module in model.modules() if (layer := layer_of(module)) is not None]
+    assert [tuple(call[3:]) for call in kernel.calls] == [(_mempolicy.PREFERRED, (n,)) for n in (0, 1)] * len(layers)
+    assert generate(model) == generate(loaded)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"^placement='yes' is not one of"):
+        freetoken.attach(stock, placement="yes")

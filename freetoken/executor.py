@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from freetoken import settings
-from freetoken.banks import Bank
+from freetoken.banks import Bank, LayerBank
 from freetoken.errors import FreeTokenError, UnsupportedError
 from freetoken.formats.base import Format, Matrix
 from freetoken.formats.record import Expert, RecordLayout
 from freetoken.kernels import reference
-from freetoken.kernels._experts import ExpertLayer, Scratch
+from freetoken.kernels._experts import ExpertLayer, Scratch, ShardedLayer
 from freetoken.kernels._isa import LEVELS, TileKernel, available_levels
+from freetoken.memory.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +114,19 @@ def _choose(kernels: list[TileKernel], level: str, act: str, dtype: torch.dtype)
 class Executor:
     """Runs expert layers of one model on the CPU.
 
-    workers: the CPUs that get a thread each; their number counts. dtype: the model's. why: the limits behind the
-    choice of workers, for reports. Calls queue on a lock. Not usable after fork (OpenMP teams do not survive it), nor
-    picklable.
+    workers: the CPUs that get a thread each. dtype: the model's. why: the limits behind the choice of workers, for
+    reports. placement: which node each worker's CPU is of and which shards it reads. Where experts are cut into shards,
+    threads stay on their node's workers' CPUs from their first layer on, but for the caller's own thread, which is
+    left alone; else no thread is kept anywhere. Calls queue on a lock. Not usable after fork (OpenMP teams do not
+    survive it), nor picklable.
     """
 
-    def __init__(self, workers: tuple[int, ...], dtype: torch.dtype, why: str = "") -> None:
+    def __init__(
+        self, workers: tuple[int, ...], dtype: torch.dtype, why: str = "", placement: Placement | None = None
+    ) -> None:
         self.workers = workers
         self.why = why
+        self.placement = placement
         self.dtype = dtype
         self.act = settings.CPU_ACT.read()
         self.tier = settings.CPU_ISA.read()
@@ -130,16 +136,41 @@ class Executor:
         self._pid = os.getpid()
         self._checked: dict[tuple[str, bool], KernelChoice] = {}
 
-    def bind(self, bank: Bank, activation: Activation) -> BoundLayer:
+    @property
+    def shard_step(self) -> int:
+        """Shards cut at multiples of this are computed as the whole is: values rounded together stay together."""
+        return reference.FP8_GROUP if self.act == "fp8" else 1
+
+    def teams(self, shards: int) -> tuple[int, ...]:
+        """The shard that each thread serves; turn by turn where the placement says nothing of so many shards."""
+        if self.placement is not None and set(self.placement.teams) == set(range(shards)):
+            return self.placement.teams
+        return tuple(thread % shards for thread in range(max(len(self.workers), shards)))
+
+    def readers(self, bank: LayerBank, shard: int) -> tuple[int | None, ...]:
+        """The nodes of the workers that read a shard of a bank, one for each worker."""
+        if self.placement is None:
+            return ()
+        teams = self.teams(len(bank.shards))
+        return tuple(home for home, team in zip(self.placement.homes, teams, strict=False) if team == shard)
+
+    def bind(self, bank: LayerBank, activation: Activation) -> BoundLayer:
         """A layer ready to run. The first bank of each format is checked against the reference, tier by tier."""
         missing = bank.missing
         if missing:
             raise FreeTokenError(f"{bank!r} is incomplete: experts {missing[:8]} were never loaded")
         key = (bank.layout.format.name, bank.layout.bias)
         if key not in self._checked:
-            self._checked[key] = self._first_that_agrees(bank, activation)
+            self._checked[key] = self._first_that_agrees(bank.shards[0], activation)
         choice = self._checked[key]
-        return BoundLayer(self, bank, activation, choice, _bind(bank, activation, choice))
+        parts = [_bind(shard, activation, choice) for shard in bank.shards]
+        return BoundLayer(self, bank, activation, choice, self._join(parts) if len(parts) > 1 else parts[0])
+
+    def _join(self, parts: list[ExpertLayer]) -> ShardedLayer:
+        teams = self.teams(len(parts))
+        if self.placement is None or teams != self.placement.teams:
+            return ShardedLayer(parts, teams, [()] * len(teams))
+        return ShardedLayer(parts, teams, self.placement.seats(self.workers))
 
     def _first_that_agrees(self, bank: Bank, activation: Activation) -> KernelChoice:
         choices = kernel_choices(bank.layout.format, self.act, self.dtype, self.tier)
@@ -193,13 +224,13 @@ class Executor:
 
 @dataclass(frozen=True, eq=False)
 class BoundLayer:
-    """One layer's complete bank bound to what runs it."""
+    """One layer's complete bank, in one piece or in shards, bound to what runs it."""
 
     executor: Executor
-    bank: Bank
+    bank: LayerBank
     activation: Activation
     choice: KernelChoice
-    kernel: ExpertLayer
+    kernel: ExpertLayer | ShardedLayer
 
     def run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Executor.run`."""

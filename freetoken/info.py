@@ -11,7 +11,7 @@ from typing import Any
 
 from freetoken import formats, settings, topology
 from freetoken.kernels._isa import available_levels
-from freetoken.memory import budget
+from freetoken.memory import budget, placement
 from freetoken.units import format_bytes
 
 _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub")
@@ -37,6 +37,7 @@ class Info:
     gpu_nodes: dict[str, int | None]
     memory_bytes: int
     memory_where: str
+    placement: str
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, ready for JSON."""
@@ -54,6 +55,7 @@ class Info:
                 f"cores      {', '.join(map(str, self.cores))} ({self.cores_why})",
                 f"nodes      {self._draw_nodes()}",
                 f"memory     {format_bytes(self.memory_bytes)} may be allocated ({self.memory_where})",
+                f"placement  {self.placement}",
             ]
         )
 
@@ -72,7 +74,7 @@ class Info:
 def collect() -> Info:
     """Read everything now. Raises `ConfigError` for a FREETOKEN_* variable with a bad value."""
     machine, memory, levels = topology.read(), budget.available(), available_levels()
-    tier = settings.CPU_ISA.read()
+    tier, workers = settings.CPU_ISA.read(), machine.workers()
     return Info(
         version=_version("freetoken"),
         python=platform.python_version(),
@@ -83,12 +85,13 @@ def collect() -> Info:
         activations=settings.CPU_ACT.read(),
         formats=formats.names(),
         openmp=_openmp_runtimes(),
-        cores=machine.workers(),
+        cores=workers,
         cores_why=machine.why(),
         nodes={node.id: node.memory_bytes for node in machine.nodes},
         gpu_nodes={gpu.address: machine.gpu_numa_node(gpu.address) for gpu in machine.gpus},
         memory_bytes=memory.available_bytes,
         memory_where=memory.where,
+        placement=str(placement.choose(machine, workers)),
     )
 
 

@@ -24,9 +24,9 @@ class Choice:
         return self.check(text or self.default, self.name)
 
     def check(self, text: str, name: str) -> str:
-        """Return `text` if it is one of the words; raises `ConfigError` as `read` does, under this name, if not."""
-        if text not in self.choices:
-            expected = ", ".join(self.choices)
+        """Return `text` if it is accepted; raises `ConfigError` as `read` does, under this name, if not."""
+        if not self.takes(text):
+            expected = self.expected
             raise ConfigError(
                 f"{name}={text!r} is not one of {expected} ({self.meaning}): unset it or choose one of these",
                 name=name,
@@ -34,6 +34,30 @@ class Choice:
                 expected=expected,
             )
         return text
+
+    def takes(self, text: str) -> bool:
+        """Whether this is an accepted value."""
+        return text in self.choices
+
+    @property
+    def expected(self) -> str:
+        """The accepted values, for people."""
+        return ", ".join(self.choices)
+
+
+@dataclass(frozen=True)
+class ChoiceOrNumber(Choice):
+    """A variable that takes one of a few words, or a number from 0."""
+
+    number: str
+    """What the number is."""
+
+    def takes(self, text: str) -> bool:
+        return super().takes(text) or (text.isascii() and text.isdigit())
+
+    @property
+    def expected(self) -> str:
+        return f"{super().expected}, {self.number}"
 
 
 @dataclass(frozen=True)
@@ -95,4 +119,12 @@ LOAD_MAX_PRESSURE = Number(
     60,
     100,
     "per cent of 5 s in which everything may wait for memory before a load stops; 0 is no limit",
+)
+CPU_MOE_NUMA = ChoiceOrNumber(
+    "FREETOKEN_CPU_MOE_NUMA",
+    "auto",
+    ("auto", "off", "interleave", "shard"),
+    "where expert banks lie on a machine of several NUMA nodes; auto takes shard, or interleave where experts cannot "
+    "be cut",
+    number="the number of a node",
 )

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +17,10 @@ def shared_dir() -> Path:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu"):
+        import torch  # not at the top: it takes a minute in an emulated machine, where few tests want it
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
     if item.get_closest_marker("numa") and len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
         pytest.skip("needs a machine of two or more NUMA nodes")

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import os
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from freetoken import executor, formats, settings
-from freetoken.banks import Bank
+from freetoken.banks import Bank, ShardedBank
 from freetoken.errors import ConfigError, FreeTokenError, UnsupportedError
 from freetoken.executor import Activation, BoundLayer, Executor, KernelChoice, check_kernel, kernel_choices
 from freetoken.formats import Format
-from freetoken.formats.record import RecordLayout
+from freetoken.formats.record import RecordLayout, shard_bounds
 from freetoken.kernels import reference
 from freetoken.kernels._isa import LEVELS, available_levels
+from freetoken.memory.placement import Placement
 from tests.support.experts import check_close, make_expert, make_routes
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 96, 5, 2
@@ -49,6 +56,18 @@ def expected_of(
 ) -> np.ndarray:
     records = (bank.records, bank.layout, x.float().numpy(), ids.numpy().astype(np.int32), weights.numpy())
     return reference.run_layer(*records, how.kind, how.alpha, how.limit)
+
+
+def run_python(script: str) -> dict[str, Any]:
+    """What a script prints as JSON, run from the folder that holds these tests."""
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def bind(fmt: Format, dtype: torch.dtype = torch.float32, threads: int = 2) -> BoundLayer:
@@ -309,6 +328,112 @@ def test_a_call_that_fails_leaves_the_lock_free() -> None:
         layer.run(torch.zeros(3, 2), torch.zeros(3, 1).long(), torch.ones(3, 1))
     x, ids, weights = make_input(2)
     assert layer.run(x, ids, weights).shape == (2, HIDDEN)
+
+
+# --- experts cut into shards ---------------------------------------------------------------------------------------
+
+
+def cut_bank(fmt: Format, parts: int) -> tuple[Bank, ShardedBank]:
+    """The same experts whole and cut, one granule in each shard at least."""
+    layout = RecordLayout(fmt, HIDDEN, (parts + 1) * fmt.granule)
+    whole = Bank(layout, EXPERTS)
+    cut = ShardedBank(layout, EXPERTS, shard_bounds(fmt, layout.intermediate, parts), tuple(range(parts)))
+    for e in range(EXPERTS):
+        expert = make_expert(fmt, HIDDEN, layout.intermediate, seed=e)
+        whole.put(e, expert)
+        cut.put(e, expert)
+    return whole, cut
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_shards_give_what_the_whole_gives(fmt: Format, dtype: torch.dtype) -> None:
+    """In more pieces of the batch than one. Only sums of fp32 differ, and the rounding of the output."""
+    whole, cut = cut_bank(fmt, 2)
+    x, ids, weights = make_input(700)
+    results = []
+    for threads in (1, 2, 3):
+        runs = Executor(tuple(range(threads)), dtype)
+        results.append(runs.bind(cut, Activation()).run(x.to(dtype), ids, weights))
+        assert torch.equal(results[0], results[-1])
+    expected = Executor((0,), dtype).bind(whole, Activation()).run(x.to(dtype), ids, weights)
+    step = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    check_close(results[0].double().numpy(), expected.double().numpy(), 4e-6 + step)
+
+
+def test_an_incomplete_shard_is_refused() -> None:
+    _, cut = cut_bank(formats.get("nvfp4"), 2)
+    cut.shards[1]._present[3] = False
+    with pytest.raises(FreeTokenError, match=r"incomplete: experts \[3\] were never loaded"):
+        Executor((0,), torch.float32).bind(cut, Activation())
+
+
+def test_readers_of_shards_are_their_teams() -> None:
+    whole, cut = cut_bank(formats.get("nvfp4"), 2)
+    runs = Executor((0, 1, 2), torch.float32, "", Placement("shard", (4, 7), "", (4, 5, 7), (0, 0, 1)))
+    assert [runs.readers(cut, shard) for shard in (0, 1)] == [(4, 5), (7,)]
+    assert runs.readers(whole, 0) == (4, 5, 7)
+    assert Executor((0, 1), torch.float32).readers(cut, 0) == ()
+
+
+def test_activations_that_are_rounded_together_are_not_cut_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Executor((0,), torch.float32).shard_step == 1
+    monkeypatch.setenv("FREETOKEN_CPU_ACT", "fp8")
+    assert Executor((0,), torch.float32).shard_step == reference.FP8_GROUP
+
+
+SEATS = """
+import json, os, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import torch
+from freetoken.executor import Activation, Executor
+from freetoken.formats import get
+from freetoken.memory.placement import Placement
+from tests.test_executor import cut_bank, make_input
+
+def masks():
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        lines = (task / "status").read_text().splitlines()
+        found[task.name] = next(line.split()[1] for line in lines if line.startswith("Cpus_allowed_list"))
+    return found
+
+low, high = sorted(os.sched_getaffinity(0))[:2]
+before = os.sched_getaffinity(0)
+whole, cut = cut_bank(get("nvfp4"), 2)
+placement = Placement("shard", (0, 1), "", (0, 1), (0, 1))
+runs = Executor((low, high), torch.float32, "", placement)
+first = runs.bind(whole, Activation()).run(*make_input(3))
+free = masks()
+layer = runs.bind(cut, Activation())
+layer.run(*make_input(3))
+seated = masks()
+
+def from_a_narrow_thread():
+    os.sched_setaffinity(0, {low})
+    layer.run(*make_input(3))
+    return masks()
+
+with ThreadPoolExecutor(1) as pool:
+    narrow = pool.submit(from_a_narrow_thread).result()
+print(json.dumps({"new": [mask for task, mask in seated.items() if free.get(task) != mask],
+                  "caller": os.sched_getaffinity(0) == before, "high": str(high),
+                  "wide": len(set(free.values())) == 1, "low": str(low),
+                  "narrow": [mask for task, mask in narrow.items() if task not in seated]}))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity")
+def test_threads_keep_to_their_node_and_the_caller_is_left_alone() -> None:
+    """In a process of its own: the threads of torch's pool stay where they were put."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+    found = run_python(SEATS)
+    assert found["wide"], "threads were kept somewhere without shards"
+    assert found["new"] == [found["high"]]
+    assert found["caller"]
+    assert set(found["narrow"]) == {found["low"]}, "a thread was put on a CPU that its caller may not use"
 
 
 # --- what cannot be done -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ A shard is a record of a smaller expert: a slice of the intermediate dimension, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -56,24 +57,25 @@ class Expert:
         )
 
 
-def shard_bounds(fmt: Format, intermediate: int, parts: int) -> list[tuple[int, int]]:
+def shard_bounds(fmt: Format, intermediate: int, parts: int, step: int = 1) -> list[tuple[int, int]]:
     """Cut [0, intermediate) into `parts` slices on the format's granule, as even as whole granules allow.
 
-    2880 in four parts of granule 32 is 23, 23, 22 and 22 blocks. The last slice ends at `intermediate`, which may lie
-    inside a tile (bf16, 88: 48 and 40). Raises `FormatError` when a width cannot be held or has fewer granules than
-    parts.
+    step: cut at multiples of this, too. 2880 in four parts of granule 32 is 23, 23, 22 and 22 blocks. The last slice
+    ends at `intermediate`, which may lie inside a tile (bf16, 88: 48 and 40). Raises `FormatError` when a width cannot
+    be held or has fewer granules than parts.
     """
     fmt.check_width(intermediate, "the expert width")
-    granules = -(-intermediate // fmt.granule)
+    granule = math.lcm(fmt.granule, step)
+    granules = -(-intermediate // granule)
     if not 1 <= parts <= granules:
         raise FormatError(
-            f"{fmt.name}: a width of {intermediate} is {granules} granules of {fmt.granule} and cannot make {parts}",
+            f"{fmt.name}: a width of {intermediate} is {granules} granules of {granule} and cannot make {parts}",
             format=fmt.name,
         )
     small, larger = divmod(granules, parts)
     edges = [0]
     for part in range(parts):
-        edges.append(min(edges[-1] + (small + (part < larger)) * fmt.granule, intermediate))
+        edges.append(min(edges[-1] + (small + (part < larger)) * granule, intermediate))
     return list(pairwise(edges))
 
 
@@ -125,7 +127,7 @@ class RecordLayout:
 
     def pack(self, expert: Expert, out: NDArray[np.uint8]) -> None:
         """Write an expert into `out` (nbytes,) uint8; every byte of it is set. Shapes must fit the layout."""
-        self._check(expert)
+        self.check(expert)
         pairs = self._view(out, "gate_up").reshape(self.gate_tiles, 2, -1)
         self.format.pack(expert.gate, pairs[:, 0])
         self.format.pack(expert.up, pairs[:, 1])
@@ -180,7 +182,8 @@ class RecordLayout:
         first, second = line[:8].view(np.float32)
         return float(first), float(second), int(line[8:12].view(np.int32)[0]) == _MODE_DIVIDE
 
-    def _check(self, expert: Expert) -> None:
+    def check(self, expert: Expert) -> None:
+        """Raise `FormatError` unless an expert has this layout's shapes, format and biases."""
         wanted = {
             "gate": (self.intermediate, self.hidden),
             "up": (self.intermediate, self.hidden),

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from freetoken import formats, settings, topology
-from freetoken.banks import Bank
+from freetoken.banks import make_bank
 from freetoken.checkpoint.experts import gate_and_up_rows
 from freetoken.checkpoint.load import fill_banks, run_jobs
 from freetoken.errors import ConfigError, FormatError, FreeTokenError, UnsupportedError
@@ -34,6 +34,7 @@ from freetoken.integration.plan import drop_parameters, find_experts, shape_of_m
 from freetoken.integration.quantizer import FreetokenConfig, FreetokenQuantizer
 from freetoken.integration.transformers import banks_bar, finish, resolve_dtype
 from freetoken.memory import budget
+from freetoken.memory.placement import Placer, choose
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def attach(
     *,
     expert_format: str | None = None,
     threads: int | Literal["auto"] = "auto",
+    placement: str | int | None = None,
     progress: bool | None = None,
 ) -> Any:
     """Move the experts of a transformers model into quantized host banks; returns the same model.
@@ -53,7 +55,7 @@ def attach(
     model: any that transformers built or loaded, with plain fp32, bf16 or fp16 experts, on the CPU or a GPU. It gets a
     config of its own, `eval()`, and no gradients. expert_format: a format's name; None keeps bf16 and is refused for
     other experts, which no format holds whole. As in `load`, fp32 and fp16 weights are rounded to bf16 first, so that
-    both give the same bits. threads, progress: as for `load`.
+    both give the same bits. threads, placement, progress: as for `load`.
 
     Raises `ConfigError`, `UnsupportedError`, `FormatError` or `CapacityError` before anything in the model is changed.
     Layers are moved one by one: the peak is the model and one layer's bank. An interruption before the first layer is
@@ -64,21 +66,22 @@ def attach(
     fmt = None if expert_format is None else formats.get(expert_format)
     machine = topology.read()
     workers = machine.workers(threads)
+    where = choose(machine, workers, placement)
     _check_model(model)
     experts = find_experts(model)
     sources = [_read_module(name, module, fmt) for name, module in experts.items() if layer_of(module) is None]
     if not sources:
         raise FreeTokenError(f"the experts of this {type(model).__name__} lie in banks already")
     _check_owners(model, sources)
-    executor = Executor(workers, resolve_dtype(model.config, model.dtype), machine.why(threads))
-    total = sum(source.bank_bytes for source in sources)
+    executor = Executor(workers, resolve_dtype(model.config, model.dtype), machine.why(threads), where)
+    placer, total = Placer(where), sum(source.bank_bytes for source in sources)
     need = budget.Need(banks=_peak_bytes(sources), pinned=total if settings.MLOCK.read() == "on" else 0)
     budget.require(need, what=f"attaching the experts of {type(model).__name__}")
     _check_weights(sources, len(workers))
     with banks_bar(total, show) as bar:
         for source in sources:
-            bank = Bank(source.layout, source.n_experts)
-            fill_banks([(bank, source)], len(workers), bar.update)
+            bank = make_bank(source.layout, source.n_experts, placer, executor.shard_step)
+            fill_banks([(bank, source)], len(workers), bar.update, where)
             layer = executor.bind(bank, source.activation)
             _dispatch_here(model, experts)
             attach_layer(source.module, layer)

@@ -39,7 +39,7 @@ from transformers import (
 from transformers.integrations.moe import ExpertsInterface
 
 from freetoken import formats, settings, topology
-from freetoken.banks import Bank
+from freetoken.banks import Bank, LayerBank, make_bank
 from freetoken.checkpoint.experts import LayerExperts
 from freetoken.checkpoint.gguf import GgufCheckpoint
 from freetoken.checkpoint.inspect import check_config, require_memory
@@ -58,6 +58,7 @@ from freetoken.integration.quantizer import BeforeWeights, FreetokenConfig
 from freetoken.integration.threads import clamp_threads
 from freetoken.memory import guard, residency
 from freetoken.memory.guard import Guard
+from freetoken.memory.placement import Placer, choose
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ def load(
     expert_format: str | None = None,
     shared: bool = False,
     threads: int | Literal["auto"] = "auto",
+    placement: str | int | None = None,
     dtype: torch.dtype | str | None = None,
     progress: bool | None = None,
     **model_kwargs: Any,
@@ -127,8 +129,10 @@ def load(
     shared: map the experts of a converted folder read-only instead of reading them: all processes that do so share one
     copy. Checksums are verified once, now; a file that is changed in place afterwards changes the model. threads:
     workers for experts, "auto" for one per allowed physical core, of this rank's share where a launcher started several
-    here. dtype: of the dense part (default: the checkpoint's; bfloat16 for GGUF). progress: bars; None shows them on a
-    terminal only. model_kwargs go to transformers' from_pretrained. The tokenizer is None where there is none.
+    here. placement: where banks that are not shared lie on a machine of several NUMA nodes: "auto", "off",
+    "interleave", "shard" or a node id; None is FREETOKEN_CPU_MOE_NUMA. dtype: of the dense part (default: the
+    checkpoint's; bfloat16 for GGUF). progress: bars; None shows them on a terminal only. model_kwargs go to
+    transformers' from_pretrained. The tokenizer is None where there is none.
 
     Raises `CheckpointError`, `ConfigError`, `UnsupportedError` or `CapacityError`, before anything large is allocated.
     """
@@ -144,6 +148,7 @@ def load(
     fmt = None if expert_format is None else formats.get(expert_format)
     machine = topology.read()
     workers = machine.workers(threads)
+    where = choose(machine, workers, placement)
     folder = local_folder(path_or_hub_id, revision, token, trust_remote_code, show)
     found = scan_any(open_any(folder), fmt)
     if shared:
@@ -154,7 +159,7 @@ def load(
     readers = require_memory(found, fmt, shared, resolved.itemsize, len(workers))
     with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
         found.check_scales(bar.update)
-    executor, watch = Executor(workers, resolved, machine.why(threads)), guard.from_settings()
+    executor, watch = Executor(workers, resolved, machine.why(threads), where), guard.from_settings()
     tokenizer = _load_tokenizer(found.checkpoint, trust_remote_code)
     plan = LoadPlan(found, fmt)
     with watch, clamp_threads(machine):
@@ -253,7 +258,9 @@ def _attach_experts(
     model: Any, plan: LoadPlan, executor: Executor, shared: bool, readers: int, watch: Guard, show: bool
 ) -> None:
     """readers: threads that bring experts into banks."""
-    pairs = [(_make_bank(group, plan.format, shared), group) for _, group, _ in plan.modules]
+    assert executor.placement is not None
+    placer, step = Placer(executor.placement), executor.shard_step
+    pairs = [(_make_bank(group, plan.format, shared, placer, step), group) for _, group, _ in plan.modules]
     total = sum(bank.nbytes for bank, _ in pairs)
     with banks_bar(total, show) as bar:
 
@@ -261,7 +268,7 @@ def _attach_experts(
             watch.check()
             bar.update(n)
 
-        fill_banks(pairs, readers, on_bytes)
+        fill_banks(pairs, readers, on_bytes, executor.placement)
     for (module, _, activation), (bank, _) in zip(plan.modules, pairs, strict=True):
         attach_layer(module, executor.bind(bank, activation))
     finish(model)
@@ -279,14 +286,16 @@ def finish(model: Any) -> None:
     """What any model with banks is: its banks locked if that is set, without gradients, and refused after a fork."""
     if settings.MLOCK.read() == "on":
         for layer in filter(None, map(layer_of, model.modules())):
-            residency.lock(layer.bank.records)
+            for shard in layer.bank.shards:
+                residency.lock(shard.records)
     model.requires_grad_(False)
     refuse_after_fork(model)
 
 
-def _make_bank(group: LayerExperts, fmt: Format | None, shared: bool) -> Bank:
-    mapped = group.map_records() if shared and isinstance(group, RecordExperts) else None
-    return Bank(group.layout(fmt), group.n_experts, mapped)
+def _make_bank(group: LayerExperts, fmt: Format | None, shared: bool, placer: Placer, step: int) -> LayerBank:
+    if shared and isinstance(group, RecordExperts):
+        return Bank(group.layout(fmt), group.n_experts, group.map_records())
+    return make_bank(group.layout(fmt), group.n_experts, placer, step)
 
 
 def _load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:

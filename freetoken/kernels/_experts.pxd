@@ -1,6 +1,6 @@
 """The job of one layer and the one function that does it; any team of threads may call it."""
 from libc.stddef cimport ptrdiff_t
-from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t
+from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from freetoken.kernels._isa cimport ft_kernel
 
@@ -51,7 +51,7 @@ cdef struct job:
     # Input and output, (tokens, H), bf16 or fp32.
     const void *x
     void *y
-    bint x_bf16
+    bint x_bf16, y_bf16
     # Scratch.
     uint8_t *prepared       # tokens x gate_up.vector_bytes
     uint8_t *hidden         # routes x down.vector_bytes
@@ -61,4 +61,23 @@ cdef struct job:
     ft_barrier barrier
 
 
+cdef struct sharded_job:
+    # The same routes through each shard; what the shards give adds up.
+    ptrdiff_t shards
+    job *jobs               # their y: (tokens, H) fp32 each
+    void *y
+    bint y_bf16
+    # The team: thread t is the rank[t]-th of the size[shard] threads of shard[t].
+    int threads
+    const int *shard
+    const int *rank
+    const int *size
+    # Where it stays: a mask of CPUs for each thread, and its key; key 0 leaves a thread alone.
+    const uint64_t *masks
+    ptrdiff_t mask_words
+    const uint64_t *keys
+    ft_barrier barrier
+
+
 cdef void layer(job *j, int thread, int n_threads) noexcept nogil
+cdef void sharded_layer(sharded_job *s, int thread, int n_threads) noexcept nogil

@@ -9,6 +9,10 @@
 A value is computed by one thread, from start to end, and routes are added in the order of their expert's number:
 the bits do not depend on the number of threads or on which other tokens are in the batch. `ExpertLayer` is the Python
 face.
+
+`sharded_layer` does the same for experts cut into shards, each in a bank of its own: the threads of a shard's node do
+its gate and up and its down, and the outputs of the shards are added in their order after one more barrier. The bits
+depend on how experts are cut, and on nothing else. `ShardedLayer` is the Python face.
 """
 from cython.parallel cimport parallel, threadid
 from libc.math cimport NAN, expf, lrintf
@@ -19,10 +23,14 @@ from freetoken.kernels._isa cimport FT_BF16, FT_FP32, FT_INT8, TileKernel
 
 cdef extern from "team.h" nogil:
     int ft_team_size()
+    enum:
+        FT_MAX_CPUS
+    void ft_bind_thread(const uint64_t *mask, ptrdiff_t words, uint64_t key)
 
 cdef enum:
     TILE = 16
     FP8_GROUP = 128     # activations under one scale, as DeepSeek rounds them
+    LINE = 32           # outputs that one thread writes: a line of bf16
 
 
 cdef inline ptrdiff_t blocks_of(const job *j, ptrdiff_t k) noexcept nogil:
@@ -298,7 +306,7 @@ cdef void down_tile(const job *j, ptrdiff_t t, float *sums) noexcept nogil:
                 total[i] += weight * part[i]
     for token in range(j.tokens):
         total = sums + token * TILE
-        if j.x_bf16:
+        if j.y_bf16:
             for i in range(n):
                 (<uint16_t *> j.y)[token * m.rows + t * TILE + i] = float_to_bf16(total[i])
         else:
@@ -317,6 +325,43 @@ cdef void layer(job *j, int thread, int n_threads) noexcept nogil:
     gate_up(j, thread, n_threads)
     ft_barrier_wait(&j.barrier, n_threads)
     down(j, thread, n_threads)
+
+
+cdef void add_shards(const sharded_job *s, int thread, int n_threads) noexcept nogil:
+    """Each thread takes lines of the output, for all shards in their order; rounds once."""
+    cdef ptrdiff_t size = s.jobs[0].tokens * s.jobs[0].down.rows
+    cdef ptrdiff_t lines = (size + LINE - 1) // LINE, i, k
+    cdef ptrdiff_t stop = min(size, lines * (thread + 1) // n_threads * LINE)
+    cdef float total
+    for i in range(lines * thread // n_threads * LINE, stop):
+        total = (<const float *> s.jobs[0].y)[i]
+        for k in range(1, s.shards):
+            total += (<const float *> s.jobs[k].y)[i]
+        if s.y_bf16:
+            (<uint16_t *> s.y)[i] = float_to_bf16(total)
+        else:
+            (<float *> s.y)[i] = total
+
+
+cdef void sharded_layer(sharded_job *s, int thread, int n_threads) noexcept nogil:
+    cdef bint planned = n_threads == s.threads
+    cdef ptrdiff_t k, first = 0, last = s.shards
+    cdef int rank = thread, size = n_threads
+    if planned:
+        # thread 0 is the caller's own, and not ours to keep anywhere
+        if thread and s.keys[thread]:
+            ft_bind_thread(s.masks + thread * s.mask_words, s.mask_words, s.keys[thread])
+        first = s.shard[thread]
+        last, rank, size = first + 1, s.rank[thread], s.size[first]
+    prepare_tokens(&s.jobs[0], thread, n_threads)
+    ft_barrier_wait(&s.barrier, n_threads)
+    for k in range(first, last):
+        gate_up(&s.jobs[k], rank, size)
+    ft_barrier_wait(&s.barrier, n_threads)
+    for k in range(first, last):
+        down(&s.jobs[k], rank, size)
+    ft_barrier_wait(&s.barrier, n_threads)
+    add_shards(s, thread, n_threads)
 
 
 cdef class Scratch:
@@ -349,6 +394,9 @@ cdef class Scratch:
         """Bytes held now."""
         return self.size
 
+
+cdef enum:
+    WORD_BITS = 64      # of a word of a mask of CPUs; the kernel's words are these or their halves
 
 cdef dict GATED = {"silu": SILU, "silu_limited": SILU_LIMITED, "swiglu_clamped": SWIGLU_CLAMPED}
 cdef dict ROUNDINGS = {"none": ROUND_NONE, "bf16": ROUND_BF16, "fp8": ROUND_FP8}
@@ -429,82 +477,227 @@ cdef class ExpertLayer:
         ids: (B, K) int32; an id outside [0, E) is a route to nowhere. weights: (B, K) float32.
         One call at a time per Scratch; the GIL is released.
         """
-        cdef const float[:, ::1] x32
-        cdef const uint16_t[:, ::1] x16
-        cdef float[:, ::1] y32
-        cdef uint16_t[:, ::1] y16
         cdef job j = self.template
         cdef job *shared = &j
-        cdef Py_ssize_t tokens = ids.shape[0], k = ids.shape[1]
-        if n_threads < 1:
-            raise ValueError(f"n_threads is {n_threads}, expected at least 1")
-        if weights.shape[0] != tokens or weights.shape[1] != k:
-            raise ValueError(f"weights are {weights.shape[0]} x {weights.shape[1]}, ids {tokens} x {k}")
-        if x.shape != (tokens, self.hidden) or out.shape != x.shape:
-            raise ValueError(f"x is {x.shape}, out {out.shape}, expected {(tokens, self.hidden)}")
-        if tokens == 0:
+        cdef room r
+        if not set_input(&j, self.hidden, x, ids, weights, out, n_threads):
             return
-        j.x_bf16 = x.dtype.itemsize == 2
-        if j.x_bf16:
-            x16 = x
-            y16 = out
-            j.x = &x16[0, 0]
-            j.y = &y16[0, 0]
-        else:
-            x32 = x
-            y32 = out
-            j.x = &x32[0, 0]
-            j.y = &y32[0, 0]
-        j.tokens = tokens
-        self.reserve(&j, scratch, tokens, k, n_threads, ids, weights)
+        memset(&r, 0, sizeof(room))
+        while take_all(&r, scratch):
+            take_common(&r, &j, ids.shape[0] * ids.shape[1], self.n_experts)
+            take_own(&r, &j, ids.shape[0] * ids.shape[1], n_threads)
+        sort_routes(&j, ids, weights, self.n_experts)
         with nogil, parallel(num_threads=n_threads):
             layer(shared, threadid(), ft_team_size())
 
-    cdef int reserve(
-        self, job *j, Scratch scratch, Py_ssize_t tokens, Py_ssize_t k, int n_threads,
-        const int32_t[:, ::1] ids, const float[:, ::1] weights,
-    ) except -1:
-        """Cut scratch into the job's buffers and sort the routes by expert (counting sort, stable)."""
-        cdef size_t routes = tokens * k, experts = self.n_experts
-        cdef size_t rows_bytes = aligned(max(self.hidden, max(j.unit, <ptrdiff_t> TILE)) * 4)
-        cdef size_t sizes[8]
-        cdef size_t total = 0
-        cdef uint8_t *at
-        cdef int i
-        sizes[0] = aligned(tokens * j.gate_up.vector_bytes)
-        # a padded last tile writes its chunk whole
-        sizes[1] = aligned(routes * j.down.vector_bytes + 64)
-        sizes[2] = aligned(n_threads * tokens * TILE * 4)
-        sizes[3] = n_threads * rows_bytes
-        sizes[4] = aligned(experts * 4)
-        sizes[5] = aligned((experts + 1) * 4)
-        sizes[6] = aligned(routes * 4)
-        sizes[7] = aligned(routes * 4)
-        for i in range(8):
-            total += sizes[i]
-        at = scratch.reserve(total)
-        j.prepared = at
-        j.hidden = j.prepared + sizes[0]
-        j.sums = <float *> (j.hidden + sizes[1])
-        j.rows = <float *> ((<uint8_t *> j.sums) + sizes[2])
-        j.rows_stride = rows_bytes // 4
-        cdef int32_t *expert = <int32_t *> ((<uint8_t *> j.rows) + sizes[3])
-        cdef int32_t *start = <int32_t *> ((<uint8_t *> expert) + sizes[4])
-        cdef int32_t *token = <int32_t *> ((<uint8_t *> start) + sizes[5])
-        cdef float *weight = <float *> ((<uint8_t *> token) + sizes[6])
-        j.expert = expert
-        j.start = start
-        j.token = token
-        j.weight = weight
-        if routes:
-            sort_routes(&ids[0, 0], &weights[0, 0], tokens, k, experts, expert, start, token, weight, j)
-        return 0
+
+cdef class ShardedLayer:
+    """The experts of one layer, cut into shards.
+
+    layers: an `ExpertLayer` for each shard, of the same experts, hidden size and tile function. teams: for each thread
+    the shard that it serves; every shard has a thread. cpus: for each thread the CPUs that it stays on from its first
+    layer on, of those that it may run on; none to leave it alone. Thread 0 is the caller and always left alone. A team
+    of another size serves all shards together, with the same result, and stays where it is.
+    """
+
+    cdef tuple layers
+    cdef sharded_job template
+    cdef int *numbers           # shard, rank and size
+    cdef uint64_t *masks
+    cdef uint64_t *keys
+    cdef readonly Py_ssize_t n_experts
+    cdef readonly Py_ssize_t hidden
+
+    def __cinit__(self, layers, teams, cpus):
+        cdef sharded_job *s = &self.template
+        cdef ptrdiff_t t, threads = len(teams), shards = len(layers), words
+        cdef ExpertLayer one, first
+        memset(s, 0, sizeof(sharded_job))
+        self.numbers = NULL
+        self.masks = NULL
+        self.keys = NULL
+        if not shards or sorted(set(teams)) != list(range(shards)) or len(cpus) != threads:
+            raise ValueError(f"{shards} shards, teams {teams}, CPUs of {len(cpus)} threads: expected a thread for each")
+        self.layers = tuple(layers)
+        first = self.layers[0]
+        for one in self.layers:
+            if (
+                one.n_experts != first.n_experts or one.hidden != first.hidden
+                or one.template.kernel.tile != first.template.kernel.tile
+                or one.template.rounding != first.template.rounding
+            ):
+                raise ValueError("shards differ in experts, hidden size, tile function or rounding")
+        self.n_experts = first.n_experts
+        self.hidden = first.hidden
+        top = max([cpu for mask in cpus for cpu in mask], default=0)
+        if top >= FT_MAX_CPUS:
+            raise ValueError(f"CPU {top} is not below {FT_MAX_CPUS}")
+        words = top // WORD_BITS + 1
+        self.numbers = <int *> calloc(2 * threads + shards, sizeof(int))
+        self.masks = <uint64_t *> calloc(threads * words, sizeof(uint64_t))
+        self.keys = <uint64_t *> calloc(threads, sizeof(uint64_t))
+        if self.numbers == NULL or self.masks == NULL or self.keys == NULL:
+            raise MemoryError(f"the plan of {threads} threads")
+        s.shards = shards
+        s.threads = <int> threads
+        s.shard, s.rank, s.size = self.numbers, self.numbers + threads, self.numbers + 2 * threads
+        s.masks, s.mask_words, s.keys = self.masks, words, self.keys
+        for t in range(threads):
+            self.numbers[t] = teams[t]
+            self.numbers[threads + t] = self.numbers[2 * threads + <int> teams[t]]
+            self.numbers[2 * threads + <int> teams[t]] += 1
+            for cpu in cpus[t]:
+                self.masks[t * words + <int> cpu // WORD_BITS] |= (<uint64_t> 1) << (<int> cpu % WORD_BITS)
+            self.keys[t] = hash_mask(self.masks + t * words, words) if cpus[t] else 0
+
+    def __dealloc__(self):
+        free(self.numbers)
+        free(self.masks)
+        free(self.keys)
+
+    def run(
+        self, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, Scratch scratch not None, int n_threads,
+    ):
+        """See `ExpertLayer.run`."""
+        cdef sharded_job s = self.template
+        cdef sharded_job *shared = &s
+        cdef job *jobs = <job *> calloc(s.shards, sizeof(job))
+        cdef room r
+        cdef ExpertLayer one
+        cdef ptrdiff_t k, routes = ids.shape[0] * ids.shape[1]
+        if jobs == NULL:
+            raise MemoryError(f"jobs of {s.shards} shards")
+        try:
+            one = self.layers[0]
+            jobs[0] = one.template
+            if not set_input(jobs, self.hidden, x, ids, weights, out, n_threads):
+                return
+            s.y, s.y_bf16, s.jobs = jobs[0].y, jobs[0].y_bf16, jobs
+            memset(&r, 0, sizeof(room))
+            while take_all(&r, scratch):
+                take_common(&r, jobs, routes, self.n_experts)
+                for k in range(s.shards):
+                    if k:
+                        one = self.layers[k]
+                        jobs[k] = one.template
+                        share_input(&jobs[k], jobs)
+                    take_own(&r, &jobs[k], routes, n_threads)
+                    jobs[k].y = take(&r, jobs[k].tokens * self.hidden * sizeof(float))
+                    jobs[k].y_bf16 = False
+            sort_routes(jobs, ids, weights, self.n_experts)
+            for k in range(1, s.shards):
+                jobs[k].routes, jobs[k].groups = jobs[0].routes, jobs[0].groups
+            with nogil, parallel(num_threads=n_threads):
+                sharded_layer(shared, threadid(), ft_team_size())
+        finally:
+            free(jobs)
 
 
-cdef void sort_routes(
-    const int32_t *ids, const float *weights, ptrdiff_t tokens, ptrdiff_t k, ptrdiff_t experts,
-    int32_t *expert, int32_t *start, int32_t *token, float *weight, job *j,
+cdef uint64_t hash_mask(const uint64_t *words, ptrdiff_t n) noexcept nogil:
+    """FNV-1a of the words, never 0."""
+    cdef uint64_t key = 0xcbf29ce484222325ULL
+    cdef ptrdiff_t i
+    for i in range(n):
+        key = (key ^ words[i]) * 0x100000001b3ULL
+    return key | 1
+
+
+cdef bint set_input(
+    job *j, Py_ssize_t hidden, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, int n_threads
+) except -1:
+    """Check and set input and output; False when there are no tokens."""
+    cdef const float[:, ::1] x32
+    cdef const uint16_t[:, ::1] x16
+    cdef float[:, ::1] y32
+    cdef uint16_t[:, ::1] y16
+    cdef Py_ssize_t tokens = ids.shape[0], k = ids.shape[1]
+    if n_threads < 1:
+        raise ValueError(f"n_threads is {n_threads}, expected at least 1")
+    if weights.shape[0] != tokens or weights.shape[1] != k:
+        raise ValueError(f"weights are {weights.shape[0]} x {weights.shape[1]}, ids {tokens} x {k}")
+    if x.shape != (tokens, hidden) or out.shape != x.shape:
+        raise ValueError(f"x is {x.shape}, out {out.shape}, expected {(tokens, hidden)}")
+    if tokens == 0:
+        return False
+    j.x_bf16 = j.y_bf16 = x.dtype.itemsize == 2
+    if j.x_bf16:
+        x16 = x
+        y16 = out
+        j.x = &x16[0, 0]
+        j.y = &y16[0, 0]
+    else:
+        x32 = x
+        y32 = out
+        j.x = &x32[0, 0]
+        j.y = &y32[0, 0]
+    j.tokens = tokens
+    return True
+
+
+cdef void share_input(job *j, const job *first) noexcept nogil:
+    """The input, routes and prepared vectors of another shard; they are the same for all."""
+    j.x, j.x_bf16, j.tokens = first.x, first.x_bf16, first.tokens
+    j.prepared = first.prepared
+    j.expert, j.start, j.token, j.weight = first.expert, first.start, first.token, first.weight
+
+
+cdef struct room:
+    # Scratch that is being cut into buffers: measured first (base NULL), then handed out.
+    uint8_t *base
+    size_t used
+    int passes
+
+
+cdef bint take_all(room *r, Scratch scratch) except -1:
+    """True twice: the first time everything is taken to be measured, the second time to be used."""
+    if r.passes == 1:
+        r.base = scratch.reserve(r.used)
+    r.used = 0
+    r.passes += 1
+    return r.passes <= 2
+
+
+cdef uint8_t *take(room *r, size_t nbytes) noexcept nogil:
+    cdef uint8_t *at = NULL if r.base == NULL else r.base + r.used
+    r.used += aligned(nbytes)
+    return at
+
+
+cdef void take_common(room *r, job *j, size_t routes, size_t experts) noexcept nogil:
+    """What is the same for all shards."""
+    j.prepared = take(r, j.tokens * j.gate_up.vector_bytes)
+    j.expert = <int32_t *> take(r, experts * sizeof(int32_t))
+    j.start = <int32_t *> take(r, (experts + 1) * sizeof(int32_t))
+    j.token = <int32_t *> take(r, routes * sizeof(int32_t))
+    j.weight = <float *> take(r, routes * sizeof(float))
+
+
+cdef void take_own(room *r, job *j, size_t routes, int n_threads) noexcept nogil:
+    """What a shard has for itself."""
+    cdef size_t row = aligned(max(j.gate_up.k, max(j.unit, <ptrdiff_t> TILE)) * sizeof(float))
+    # a padded last tile writes its chunk whole
+    j.hidden = take(r, routes * j.down.vector_bytes + 64)
+    j.sums = <float *> take(r, n_threads * j.tokens * TILE * sizeof(float))
+    j.rows = <float *> take(r, n_threads * row)
+    j.rows_stride = row // sizeof(float)
+
+
+cdef int sort_routes(
+    job *j, const int32_t[:, ::1] ids, const float[:, ::1] weights, size_t experts
+) except -1:
+    if ids.shape[1]:
+        sort_by_expert(
+            j, &ids[0, 0], &weights[0, 0], ids.shape[0], ids.shape[1], experts,
+            <int32_t *> j.expert, <int32_t *> j.start, <int32_t *> j.token, <float *> j.weight,
+        )
+    return 0
+
+
+cdef void sort_by_expert(
+    job *j, const int32_t *ids, const float *weights, ptrdiff_t tokens, ptrdiff_t k, ptrdiff_t experts,
+    int32_t *expert, int32_t *start, int32_t *token, float *weight,
 ) noexcept nogil:
+    """Counting sort, stable."""
     cdef ptrdiff_t r, e, n = tokens * k, groups = 0, at
     # start[e] first counts, then says where an expert's next route goes; `expert` is its scratch until the end.
     memset(expert, 0, experts * sizeof(int32_t))

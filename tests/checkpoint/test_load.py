@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -10,13 +11,15 @@ import numpy as np
 import pytest
 
 from freetoken import formats
-from freetoken.banks import Bank
+from freetoken.banks import Bank, ShardedBank
 from freetoken.checkpoint.experts import ExpertGroup
 from freetoken.checkpoint.load import convert, fill_banks
 from freetoken.checkpoint.safetensors import open_checkpoint
 from freetoken.checkpoint.scan import scan
 from freetoken.errors import CheckpointError
 from freetoken.formats import Format
+from freetoken.formats.record import Expert, shard_bounds
+from freetoken.memory.placement import Placement
 from tests.support.checkpoints import (
     DIALECTS,
     EXPERTS,
@@ -141,3 +144,57 @@ def test_an_error_stops_the_rest(tmp_path: Path, error: type[BaseException]) -> 
     with pytest.raises(error):
         fill_banks([(bank, group)], 2, on_bytes)
     assert len(bank.missing) > 32
+
+
+def sharded(group: ExpertGroup, nodes: tuple[int, ...]) -> ShardedBank:
+    layout = group.layout()
+    bounds = shard_bounds(layout.format, layout.intermediate, len(nodes))
+    return ShardedBank(layout, group.n_experts, bounds, nodes)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity")
+def test_records_are_written_by_threads_near_their_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 has all CPUs, node 1 one of them, node 2 none, so that its records are written by who reads them."""
+    groups = groups_of(write_qwen3(tmp_path / "m", "modelopt"))
+    every = tuple(sorted(os.sched_getaffinity(0)))
+    placement = Placement("shard", (0, 1, 2), "", (), cpus={0: every, 1: every[-1:], 2: ()})
+    nodes, seen = [(0, 1), (2, 1)], set()
+    banks = [sharded(*pair) for pair in zip(groups, nodes, strict=True)]
+    put = Bank.put
+
+    def noting(bank: Bank, index: int, expert: Expert) -> None:
+        name = threading.current_thread().name.rpartition("_")[0]
+        seen.add((bank.node, name, tuple(sorted(os.sched_getaffinity(0)))))
+        put(bank, index, expert)
+
+    monkeypatch.setattr(Bank, "put", noting)
+    fill_banks(zip(banks, groups, strict=True), 2, placement=placement)
+    monkeypatch.undo()
+    assert seen == {
+        (0, "freetoken-node0", every),
+        (1, "freetoken-node1", every[-1:]),
+        (2, "freetoken-load", every),
+    }
+    assert tuple(sorted(os.sched_getaffinity(0))) == every
+    assert not [t for t in threading.enumerate() if t.name.startswith("freetoken-")]
+    for bank, whole in zip(banks, fill(groups, 1), strict=True):
+        for e in range(EXPERTS):
+            parts = [shard.get(e) for shard in bank.shards]
+            for name, axis in (("gate", 0), ("up", 0), ("down", 1)):
+                joined = np.concatenate([getattr(part, name).dequantize() for part in parts], axis)
+                np.testing.assert_array_equal(joined, getattr(whole.get(e), name).dequantize())
+
+
+def test_an_error_while_a_record_is_written_surfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (group, *_) = groups_of(write_qwen3(tmp_path / "m", "modelopt"))
+    bank = sharded(group, (0, 1))
+
+    def fail(index: int, expert: Expert) -> None:
+        raise OSError("no page")
+
+    monkeypatch.setattr(bank.shards[1], "put", fail)
+    every = tuple(os.sched_getaffinity(0))
+    with pytest.raises(OSError, match="no page"):
+        fill_banks([(bank, group)], 2, placement=Placement("shard", (0, 1), "", (), cpus={0: every, 1: every}))
+    assert bank.missing == list(range(EXPERTS))
+    assert not [t for t in threading.enumerate() if t.name.startswith("freetoken-")]

@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import freetoken
 from freetoken import formats
-from freetoken.banks import Bank
+from freetoken.banks import LayerBank, make_bank
 from freetoken.errors import CapacityError, ConfigError, FormatError, FreeTokenError, UnsupportedError
 from freetoken.executor import Executor
 from freetoken.integration.operator import layer_of
@@ -210,11 +210,11 @@ def test_a_layer_is_freed_before_the_next_bank_is_made(monkeypatch: pytest.Monke
     parameters = [[weakref.ref(p) for p in module.parameters()] for module in experts_of(model)]
     alive: list[int] = []
 
-    def counting(*arguments: Any) -> Bank:
+    def counting(*arguments: Any) -> LayerBank:
         alive.append(sum(any(ref() is not None for ref in layer) for layer in parameters))
-        return Bank(*arguments)
+        return make_bank(*arguments)
 
-    monkeypatch.setattr("freetoken.integration.attach.Bank", counting)
+    monkeypatch.setattr("freetoken.integration.attach.make_bank", counting)
     freetoken.attach(model, expert_format="nvfp4", threads=1)
     assert alive == [4, 3, 2, 1]
     gc.collect()
@@ -325,7 +325,7 @@ def test_what_is_refused_changes_nothing(qwen3: Any, monkeypatch: pytest.MonkeyP
     change, error, words = CASES[case]
     change(qwen3)
     before = state(qwen3)
-    monkeypatch.setattr("freetoken.integration.attach.Bank", lambda *args: pytest.fail("a bank was made"))
+    monkeypatch.setattr("freetoken.integration.attach.make_bank", lambda *args: pytest.fail("a bank was made"))
     with pytest.raises(error, match=words) as caught:
         freetoken.attach(qwen3.train(), expert_format="nvfp4")
     assert "\n" not in str(caught.value)

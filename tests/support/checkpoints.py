@@ -259,7 +259,7 @@ def write_tokenizer(folder: Path) -> None:
 def forbid_banks(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, asking for memory of a bank fails the test."""
 
-    def fail(nbytes: int) -> None:
+    def fail(nbytes: int, place: object = None) -> None:
         pytest.fail(f"{nbytes} bytes were asked for a bank")
 
     monkeypatch.setattr("freetoken.memory.mapping.map_bytes", fail)

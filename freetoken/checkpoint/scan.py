@@ -275,7 +275,7 @@ def _find_dense(
         k = k * 8 // written.format.bits
         check_matrix(parts, written, n, k)
         _check_unambiguous(parts, written, schemes, n, k)
-        yield QuantizedDense(checkpoint, module, written, parts)
+        yield QuantizedDense(checkpoint, module, written, {suffix: parts[suffix] for suffix in known})
 
 
 def _check_unambiguous(parts: Parts, written: Written, schemes: Iterable[Scheme], n: int, k: int) -> None:

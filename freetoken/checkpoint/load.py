@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from freetoken.banks import Bank, LayerBank, ShardedBank
 from freetoken.checkpoint.records import RecordExperts
+from freetoken.checkpoint.safetensors import reuse_buffers
 from freetoken.formats.base import Format, Matrix
 from freetoken.formats.record import Expert, RecordLayout
 from freetoken.memory.placement import Placement, bind_thread
@@ -50,7 +51,8 @@ def write_record(source: ExpertSource, expert: int, layout: RecordLayout, out: N
     if isinstance(source, RecordExperts) and source.format is layout.format:
         source.read_record(expert, out)
     else:
-        layout.pack(convert(source.read(expert), layout.format), out)
+        with reuse_buffers():
+            layout.pack(convert(source.read(expert), layout.format), out)
 
 
 def requantize(matrix: Matrix, fmt: Format) -> Matrix:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -102,9 +103,46 @@ class Checkpoint:
         if index is not None:
             nbytes //= info.shape[0]
             offset += index * nbytes
-        data = np.empty(nbytes, np.uint8)
+        data = _buffers.take(nbytes)
         read_exactly(info, offset, data)
         return data
+
+
+class _Buffers(threading.local):
+    """Memory for what a thread reads: new each time, or inside `reuse_buffers` a piece of one that is used again."""
+
+    active = False
+    memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+    used = 0
+    wanted = 0
+
+    def take(self, nbytes: int) -> NDArray[np.uint8]:
+        if not self.active:
+            return np.empty(nbytes, np.uint8)
+        start = self.used
+        self.used = start + -(-nbytes // 64) * 64
+        self.wanted = max(self.wanted, self.used)
+        if self.used <= self.memory.nbytes:
+            return self.memory[start : start + nbytes]
+        return np.empty(nbytes, np.uint8)
+
+
+_buffers = _Buffers()
+
+
+@contextlib.contextmanager
+def reuse_buffers() -> Iterator[None]:
+    """Inside, tensors that this thread reads lie in memory that its next such block uses again.
+
+    The kernel gives new memory page by page and zeroed, which takes as long as reading a cached file.
+    """
+    if _buffers.memory.nbytes < _buffers.wanted:
+        _buffers.memory = np.empty(_buffers.wanted, np.uint8)
+    _buffers.active, _buffers.used = True, 0
+    try:
+        yield
+    finally:
+        _buffers.active = False
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -95,6 +95,8 @@ class FP8Block(Format):
         bad = np.flatnonzero(~((scales >= 0) & (scales <= _LARGEST)).all(axis=1))
         if bad.size:
             return f"row {bad[0]} has a block scale that is NaN, infinite, negative or too large for fp32 weights"
+        if (matrix.codes << np.uint8(1)).max(initial=0) < 0xFE:
+            return None
         bad = np.flatnonzero(((matrix.codes & 0x7F) == 0x7F).any(axis=1))
         return f"row {bad[0]} holds a NaN weight" if bad.size else None
 

@@ -88,6 +88,8 @@ class NVFP4(Format):
         factor = 1 / matrix.global_scale if matrix.divides else matrix.global_scale
         if factor * 6 * 448 > np.finfo(np.float32).max:
             return f"its global scale of {matrix.global_scale} makes weights that no fp32 holds"
+        if matrix.scales.max(initial=0) < 0x7F:
+            return None
         bad = np.flatnonzero(((matrix.scales & 0x7F) == 0x7F).any(axis=1))
         if bad.size:
             return f"row {bad[0]} has a NaN block scale"

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from freetoken.checkpoint.safetensors import DTYPES, open_checkpoint, read_header
+from freetoken.checkpoint.safetensors import DTYPES, open_checkpoint, read_header, reuse_buffers
 from freetoken.errors import CheckpointError
 from tests.support.checkpoints import Edit, Tensors, write_file, write_folder, write_raw, write_sharded
 
@@ -291,3 +291,21 @@ def test_a_file_that_shrinks_after_its_header_was_read(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointError, match=f"tensor '{A}' cannot be read"):
         checkpoint.read(A)
+
+
+def test_buffers_are_reused_from_block_to_block(tmp_path: Path) -> None:
+    """Within a block nothing is overwritten, and outside one every read has memory of its own."""
+    rng = np.random.default_rng(0)
+    tensors: Tensors = {f"t{n}": ("U8", rng.integers(0, 256, 1000 + n, np.uint8)) for n in range(3)}
+    checkpoint = open_checkpoint(write_folder(tmp_path / "m", {}, tensors))
+    places = []
+    for _ in range(3):  # the first finds out how much is wanted
+        with reuse_buffers():
+            found = [checkpoint.read(name) for name in tensors]
+            for array, (_, expected) in zip(found, tensors.values(), strict=True):
+                np.testing.assert_array_equal(array, expected)
+            places.append([array.ctypes.data for array in found])
+    assert places[1] == places[2] != places[0]
+    outside = [checkpoint.read("t0"), checkpoint.read("t0")]
+    assert not np.shares_memory(*outside)
+    assert not {array.ctypes.data for array in outside} & set(places[2])

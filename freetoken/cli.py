@@ -6,12 +6,14 @@ Exit status: 0 done, 2 bad input (one line on standard error), 130 interrupted; 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from freetoken.errors import ConfigError, FreeTokenError
@@ -142,8 +144,19 @@ def convert(args: argparse.Namespace) -> int:
     folder = local_folder(args.source, args.revision, trust_remote_code=True, progress=sys.stderr.isatty())
     found = scan_any(open_any(folder), fmt)
     write = _export if args.to else _convert
-    _print(write(found, fmt, args.destination, threads), args.json)
+    with _ended_as_by_hand():
+        _print(write(found, fmt, args.destination, threads), args.json)
     return 0
+
+
+@contextlib.contextmanager
+def _ended_as_by_hand() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does, so that nothing half-written stays."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _export(found: Any, fmt: Any, destination: str, threads: int) -> Any:
@@ -275,7 +288,10 @@ def _add_expert_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _threads(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"is {text!r}, expected auto or a number") from error
 
 
 def _check_generate(args: argparse.Namespace) -> None:

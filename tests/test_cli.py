@@ -142,6 +142,7 @@ def test_interrupt_ends_cleanly() -> None:
         (["inspect", "no-such-folder"], ["no-such-folder", "does not exist"]),
         (["inspect", str(Path(__file__))], ["is a file"]),
         (["bench", "fidelity", "--model", str(demo.path()), "--text", "no-such-text"], ["no-such-text"]),
+        (["convert", str(demo.path()), ""], ["the destination is an empty name"]),
         (["convert", "no-such-folder", "x", "--to", "compressed-tensors"], ["no-such-folder", "does not exist"]),
         (["convert", str(demo.path()), str(Path(__file__).parent), "--to", "compressed-tensors"], ["exists already"]),
         (
@@ -158,6 +159,12 @@ def test_bad_input_is_one_line(
     status = main(args)
     out, err = capsys.readouterr()
     check_refused(status, out, err, words)
+
+
+def test_threads_that_are_no_number() -> None:
+    result = ft("convert", "a", "b", "--threads", "x")
+    assert result.returncode == 2
+    assert "argument --threads: is 'x', expected auto or a number" in result.stderr
 
 
 @pytest.mark.parametrize(

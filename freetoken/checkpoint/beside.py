@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -56,13 +57,25 @@ def stored_beside(found: ExpertScan) -> Beside:
     return Beside(tuple(tensors), write_files)
 
 
-def write_safetensors(file: Path, tensors: Iterable[DenseTensor], on_bytes: Callable[[int], object]) -> None:
-    """One file, on the disk when this returns."""
+def write_safetensors(file: Path, tensors: Iterable[DenseTensor], on_bytes: Callable[[int], object]) -> int:
+    """One file, on the disk when this returns; its CRC-32."""
     header, placed = lay_out(tensors)
     with file.open("wb", buffering=0) as stream:
         at = write_at(stream.fileno(), 0, header)
+        checksum = zlib.crc32(header.data)
         for tensor, _ in placed:
             for piece in tensor.pieces():
                 at += write_at(stream.fileno(), at, piece)
+                checksum = zlib.crc32(piece.data, checksum)
                 on_bytes(piece.nbytes)
         os.fsync(stream.fileno())
+    return checksum
+
+
+def file_checksum(file: Path) -> int:
+    """The CRC-32 of a file."""
+    checksum = 0
+    with file.open("rb", buffering=0) as stream:
+        while piece := stream.read(16 << 20):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from freetoken import __version__
-from freetoken.checkpoint.beside import Beside, stored_beside, write_safetensors
+from freetoken.checkpoint.beside import Beside, file_checksum, stored_beside, write_safetensors
 from freetoken.checkpoint.experts import ExpertScan, LayerExperts
 from freetoken.checkpoint.inspect import check_config
-from freetoken.checkpoint.journal import Journal
+from freetoken.checkpoint.journal import Journal, partial_folder
 from freetoken.checkpoint.load import run_jobs, write_record
-from freetoken.checkpoint.records import HEADER_BYTES, JOURNAL, KIND, MANIFEST, VERSION, BankFile
-from freetoken.checkpoint.write import check_free, deal_out, require_space, sync, write_at, write_error, write_index
+from freetoken.checkpoint.records import HEADER_BYTES, KIND, MANIFEST, VERSION, BankFile, bank_name
+from freetoken.checkpoint.write import deal_out, free_place, require_space, write_at, write_error, write_index
 from freetoken.errors import CheckpointError, FormatError
 from freetoken.formats.base import Format
 from freetoken.formats.record import LAYOUT_VERSION
@@ -73,13 +73,12 @@ class Conversion:
     ) -> None:
         check_config(found)
         self.found = found
-        place = Path(destination)
-        self.destination = place if place.name else Path(os.path.abspath(place))
-        check_free(self.destination)
-        self.partial = self.destination.with_name(f"{self.destination.name}.partial")
+        self.named = os.fspath(destination)
+        self.destination = free_place(destination)
+        self.partial = partial_folder(self.destination)
         self.beside = stored_beside(found) if beside is None else beside
         self.banks = tuple(
-            BankFile(f"experts-{number:05}.bank", group.prefix, group.layout(fmt), group.n_experts)
+            BankFile(bank_name(number), group.prefix, group.layout(fmt), group.n_experts)
             for number, group in enumerate(found.groups)
         )
         self.shards = deal_out(self.beside.tensors)
@@ -109,6 +108,7 @@ class Conversion:
         """
         source = _fingerprint(self.found)
         identity = {
+            "writes": KIND,
             "source": str(self.found.checkpoint.path.resolve()),
             "source files": source,
             "expert format": None if self.format is None else self.format.name,
@@ -125,9 +125,9 @@ class Conversion:
             kept_too = (
                 f"what is finished stays in {self.partial}" if os.path.exists(self.partial) else "nothing of it stays"
             )
-            raise write_error(error, self.destination.absolute(), self.nbytes, kept_too) from error
+            raise write_error(error, self.destination, self.nbytes, kept_too) from error
         return Converted(
-            str(self.destination),
+            self.named,
             len(self.banks),
             sum(bank.n_experts for bank in self.banks),
             tuple(dict.fromkeys(bank.layout.format.name for bank in self.banks)),
@@ -138,6 +138,7 @@ class Conversion:
 
     def _run(self, journal: Journal, source: Mapping[str, Any], threads: int, on_bytes: Callable[[int], object]) -> int:
         try:
+            self._drop_damaged(journal)
             kept = sum(bank.data_bytes for bank in self.banks if bank.name in journal.finished)
             kept += sum(t.nbytes for name, shard in self.shards.items() if name in journal.finished for t in shard)
             require_space(self.partial, self.nbytes - kept + len(self.banks) * HEADER_BYTES)
@@ -150,27 +151,34 @@ class Conversion:
             if _fingerprint(self.found) != source:
                 path = self.found.checkpoint.path
                 raise CheckpointError(f"{path} was changed while it was converted; start again", file=str(path))
-            check_free(self.destination)
         except BaseException as error:
             if not journal.finished or isinstance(error, CheckpointError | FormatError):
                 journal.discard()
             raise
-        sync(self.partial)
-        os.rename(self.partial, self.destination)
-        (self.destination / JOURNAL).unlink()
-        sync(self.destination.parent)
+        journal.finish(self.destination)
         return kept
+
+    def _drop_damaged(self, journal: Journal) -> None:
+        """A kept file must still have the checksums that it was noted with."""
+        for bank in self.banks:
+            note = journal.finished.get(bank.name)
+            if note is not None and not _is_whole(self.partial / bank.name, bank, note.get("checksums")):
+                journal.drop(bank.name)
+        for name in self.shards:
+            note = journal.finished.get(name)
+            if note is not None and file_checksum(self.partial / name) != note.get("checksum"):
+                journal.drop(name)
 
     def _write_dense(self, journal: Journal, on_bytes: Callable[[int], object]) -> None:
         for name, tensors in self.shards.items():
             if name not in journal.finished:
                 file = self.partial / name
                 try:
-                    write_safetensors(file, tensors, on_bytes)
+                    checksum = write_safetensors(file, tensors, on_bytes)
                 except BaseException:
                     file.unlink(missing_ok=True)
                     raise
-                journal.add(name, bytes=file.stat().st_size)
+                journal.add(name, bytes=file.stat().st_size, checksum=checksum)
 
     def _write_banks(self, journal: Journal, threads: int, on_bytes: Callable[[int], object]) -> None:
         writers = [
@@ -207,8 +215,6 @@ class Conversion:
             ],
         }
         (self.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in self.partial.iterdir():
-            sync(path)
 
 
 class _BankWriter:
@@ -225,7 +231,7 @@ class _BankWriter:
         """Write one record; True when it was the last, and the file is on the disk and read-only."""
         record = np.empty(self.bank.layout.nbytes, np.uint8)
         write_record(self.group, expert, self.bank.layout, record)
-        self.checksums[expert] = f"{zlib.crc32(record.data):08x}"
+        self.checksums[expert] = _checksum(record.data)
         with self._lock:
             if self._fd < 0:
                 self._fd = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
@@ -246,6 +252,18 @@ class _BankWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self.file.unlink()
+
+
+def _is_whole(file: Path, bank: BankFile, checksums: Any) -> bool:
+    """Whether a bank's file has its header, and records with these checksums."""
+    with file.open("rb", buffering=0) as stream:
+        return stream.read(HEADER_BYTES) == bank.header() and checksums == [
+            _checksum(stream.read(bank.layout.nbytes)) for _ in range(bank.n_experts)
+        ]
+
+
+def _checksum(record: bytes | memoryview) -> str:
+    return f"{zlib.crc32(record):08x}"
 
 
 def _fingerprint(found: ExpertScan) -> dict[str, list[int]]:

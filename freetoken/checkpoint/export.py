@@ -19,8 +19,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +27,11 @@ from numpy.typing import NDArray
 from freetoken import formats
 from freetoken.checkpoint.experts import ExpertGroup, ExpertScan, LayerExperts, QuantizedDense, gate_and_up_rows
 from freetoken.checkpoint.inspect import check_config
-from freetoken.checkpoint.load import convert, requantize, run_jobs
-from freetoken.checkpoint.open import open_any, scan_any
-from freetoken.checkpoint.records import MANIFEST
+from freetoken.checkpoint.journal import new_folder
+from freetoken.checkpoint.load import requantize, requantize_expert, run_jobs
+from freetoken.checkpoint.records import MANIFEST, RecordExperts
 from freetoken.checkpoint.safetensors import TensorInfo
-from freetoken.checkpoint.write import NewTensor, TensorFiles, new_folder, side_files, write_config
+from freetoken.checkpoint.write import NewTensor, TensorFiles, side_files, write_config
 from freetoken.errors import CheckpointError, ConfigError, FormatError, UnsupportedError
 from freetoken.formats.base import Format, Matrix, Spelling
 from freetoken.formats.codes import fp32_to_bf16
@@ -95,38 +94,27 @@ class Exported:
         )
 
 
-def export_compressed_tensors(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
-    fmt: Format | None = None,
-    threads: int = 1,
-    on_bytes: Callable[[int], object] = lambda n: None,
-) -> Exported:
-    """Write a folder of safetensors with its experts in a format, as compressed-tensors spells it.
-
-    fmt: None keeps what the source holds. on_bytes is called with bytes just written, of `Export.nbytes`. Raises
-    `ConfigError`, `CheckpointError`, `FormatError`, `UnsupportedError` or `CapacityError`; nothing is left then.
-    """
-    return Export(scan_any(open_any(source), fmt), fmt).write(destination, threads, on_bytes)
-
-
 class Export:
-    """What will be written; making one checks everything that headers tell."""
+    """What will be written; making one checks everything that headers tell.
+
+    fmt: of the experts; None keeps what the source holds. Raises `ConfigError`, `CheckpointError`, `FormatError` or
+    `UnsupportedError`.
+    """
 
     def __init__(self, found: ExpertScan, fmt: Format | None = None) -> None:
         check_config(found)
         self.found = found
-        self.format = _writable(found, fmt)
         groups = [_as_group(group) for group in found.groups]
+        self.format = _writable(found, fmt)
         self.writers = [(_Plain if self.format.name == _PLAIN else _Packed)(group, self.format) for group in groups]
         self.copies: list[tuple[NewTensor, TensorInfo]] = []
-        self.divisors: list[tuple[NewTensor, TensorInfo]] = []
+        self.respelled: list[tuple[NewTensor, TensorInfo]] = []
         self._plan_dense()
 
     @property
     def tensors(self) -> list[NewTensor]:
         """Everything, in the order of files."""
-        dense = [tensor for tensor, _ in (*self.copies, *self.divisors)]
+        dense = [tensor for tensor, _ in (*self.copies, *self.respelled)]
         return [*dense, *(tensor for writer in self.writers for tensor in writer.tensors())]
 
     @property
@@ -137,20 +125,23 @@ class Export:
     def write(
         self, destination: str | os.PathLike[str], threads: int, on_bytes: Callable[[int], object] = lambda n: None
     ) -> Exported:
-        """See `export_compressed_tensors`."""
+        """Write a folder of safetensors, its experts as compressed-tensors spells them.
+
+        on_bytes is called with bytes just written, of `nbytes`. Raises `ConfigError`, `CheckpointError`, `FormatError`
+        or `CapacityError`; nothing is left then.
+        """
         tensors = self.tensors
         total = sum(tensor.nbytes for tensor in tensors)
-        dense = sum(tensor.nbytes for tensor, _ in (*self.copies, *self.divisors))
-        with new_folder(Path(destination), total) as folder:
+        dense = sum(tensor.nbytes for tensor, _ in (*self.copies, *self.respelled))
+        with new_folder(destination, total, _DIALECT) as folder:
             files = TensorFiles(folder, tensors)
             done = False
             try:
                 for tensor, info in self.copies:
                     files.copy(tensor.name, info)
                     on_bytes(tensor.nbytes)
-                for tensor, info in self.divisors:
-                    factor = self.found.checkpoint.read(info.name).reshape(1)
-                    files.put(tensor.name, _divisor(factor, info.name, self.format))
+                for tensor, info in self.respelled:
+                    files.put(tensor.name, self._respell(info))
 
                 def write(job: tuple[_Packed, int]) -> None:
                     writer, expert = job
@@ -165,7 +156,7 @@ class Export:
                     shutil.copyfile(path, folder / path.name)
             write_config(folder, self._config())
         return Exported(
-            str(destination),
+            os.fspath(destination),
             self.format.name,
             len(self.writers),
             sum(writer.group.n_experts for writer in self.writers),
@@ -181,12 +172,34 @@ class Export:
             if name not in packed and name not in self.found.expert_tensors:
                 self.copies.append((NewTensor(name, info.dtype, info.shape), info))
         for matrix in self.found.dense:
-            spelling = _check_dense(matrix, self.format)
+            spelling = _dense_spelling(matrix, self.format) or self._refuse_dense(matrix)
             for role, (suffix, _) in matrix.written.spelling.tensors.items():
                 info, name = matrix.parts[suffix], f"{matrix.module}.{spelling.tensors[role][0]}"
                 shape = (1,) if role == "global" else info.shape
-                turned = role == "global" and not matrix.written.spelling.divides
-                (self.divisors if turned else self.copies).append((NewTensor(name, info.dtype, shape), info))
+                if role == "global" and not matrix.written.spelling.divides:
+                    self.respelled.append((NewTensor(name, info.dtype, shape), info))
+                elif role == "scales" and _is_e8m0_beside_fp8(info, self.format):
+                    self.respelled.append((NewTensor(name, "F32", shape), info))
+                else:
+                    self.copies.append((NewTensor(name, info.dtype, shape), info))
+
+    def _respell(self, info: TensorInfo) -> NDArray[np.float32]:
+        """The same numbers in another dtype, or a factor as a divisor."""
+        stored = self.found.checkpoint.read(info.name)
+        if _is_e8m0_beside_fp8(info, self.format):
+            return self.format.read_scales(stored, info.dtype).view(np.float32)
+        return _divisor(stored.reshape(1), info.name, self.format)
+
+    def _refuse_dense(self, matrix: QuantizedDense) -> NoReturn:
+        info = matrix.parts[matrix.written.suffix("codes")]
+        good = [n for n in _SCHEMES if all(_dense_spelling(m, formats.get(n)) for m in self.found.dense)]
+        raise CheckpointError(
+            f"{info.file}: {matrix.module} outside the experts is {matrix.written}, which is not written on beside "
+            f"experts in {self.format.name}: convert the checkpoint that this one was made from"
+            + (f", or choose {' or '.join(good)}" if good else ""),
+            file=str(info.file),
+            tensor=info.name,
+        )
 
     def _config(self) -> dict[str, Any]:
         config = copy.deepcopy(dict(self.found.checkpoint.config))
@@ -241,7 +254,7 @@ class _Packed:
 
     def write(self, expert: int, files: TensorFiles) -> int:
         """Quantize and write one expert; the bytes written."""
-        found = self.convert(self.group.read(expert))
+        found = self.requantize_expert(self.group.read(expert))
         written = 0
         for projection in _PROJECTIONS:
             module, name = self.module(expert, projection), projection.removesuffix("_proj")
@@ -253,7 +266,7 @@ class _Packed:
                 written += array.nbytes
         return written
 
-    def convert(self, expert: Expert) -> Expert:
+    def requantize_expert(self, expert: Expert) -> Expert:
         """In the format to be written; gate and up with the same global where it has one."""
         if expert.gate.format.kernels == self.format.kernels:  # the same numbers under another name
             expert = replace(
@@ -262,7 +275,7 @@ class _Packed:
         if "global" in self.spelling.tensors and not _share_global(expert.gate, expert.up, self.format):
             gate, up = _quantize_together(self.format, expert.gate, expert.up)
             return replace(expert, gate=gate, up=up, down=requantize(expert.down, self.format))
-        return convert(expert, self.format)
+        return requantize_expert(expert, self.format)
 
     def arrays(self, matrix: Matrix, module: str) -> dict[str, NDArray[Any]]:
         """Suffix -> what is written of a matrix."""
@@ -326,7 +339,7 @@ class _Plain(_Packed):
     def write(self, expert: int, files: TensorFiles) -> int:
         if not self.fused:
             return super().write(expert, files)
-        found = self.convert(self.group.read(expert))
+        found = self.requantize_expert(self.group.read(expert))
         codes = {name: getattr(found, name).codes.view(np.uint16) for name in ("gate", "up", "down")}
         arrays = {"gate_up_proj": self._join(codes["gate"], codes["up"]), "down_proj": codes["down"]}
         if self.transposed:
@@ -367,7 +380,12 @@ def _as_group(group: LayerExperts) -> ExpertGroup:
     """Experts whose names other engines know: one by one as the family has them, or fused as transformers has them."""
     where = group.checkpoint.path
     if not isinstance(group, ExpertGroup):
-        raise UnsupportedError(f"{where} is not a folder of safetensors, which `--to {_DIALECT}` needs", feature="GGUF")
+        what = "a converted folder" if isinstance(group, RecordExperts) else "a GGUF file"
+        raise UnsupportedError(
+            f"{where} is {what}, which is no source for `--to {_DIALECT}`: give the folder of safetensors that it was "
+            "made from",
+            feature=what,
+        )
     other = next((i.name for i in group.tensors if not i.name.startswith(f"{group.prefix}.")), None)
     names = (f"{group.prefix}.gate_up_proj", f"{group.prefix}.down_proj")
     other = other or next((i.name for i in group.tensors if group.fused and not i.name.startswith(names)), None)
@@ -379,22 +397,19 @@ def _as_group(group: LayerExperts) -> ExpertGroup:
     return group
 
 
-def _check_dense(matrix: QuantizedDense, fmt: Format) -> Spelling:
-    """The spelling in which a packed matrix outside the experts is written on, its numbers untouched."""
+def _dense_spelling(matrix: QuantizedDense, fmt: Format) -> Spelling | None:
+    """The spelling in which a packed matrix outside the experts is written on, its numbers untouched; None: none."""
     held = matrix.written
-    if fmt.name != _PLAIN and held.format.kernels == fmt.kernels:
-        spelling = _spelling(fmt)
-        dtypes = {r: matrix.parts[suffix].dtype for r, (suffix, _) in held.spelling.tensors.items()}
-        blocks = held.block in (None, (128, 128)) and (fmt.name != "fp8_block" or dtypes["scales"] != "F8_E8M0")
-        if blocks and all(dtypes[r] in accepted for r, (_, accepted) in spelling.tensors.items()):
-            return spelling
-    info = matrix.parts[held.suffix("codes")]
-    raise CheckpointError(
-        f"{info.file}: {matrix.module} outside the experts is {held}, which is not written on beside experts in "
-        f"{fmt.name}: convert the checkpoint that this one was made from, or choose {held.format.name}",
-        file=str(info.file),
-        tensor=info.name,
-    )
+    if fmt.name == _PLAIN or held.format.kernels != fmt.kernels or held.block not in (None, (128, 128)):
+        return None
+    spelling = _spelling(fmt)
+    dtypes = {role: matrix.parts[suffix].dtype for role, (suffix, _) in held.spelling.tensors.items()}
+    return spelling if all(dtypes[role] in known for role, (_, known) in spelling.tensors.items()) else None
+
+
+def _is_e8m0_beside_fp8(info: TensorInfo, fmt: Format) -> bool:
+    """Scales that are written in fp32, which holds them: llm-compressor's fp8 knows no e8m0."""
+    return fmt.name == "fp8_block" and info.dtype == "F8_E8M0"
 
 
 def _spelling(fmt: Format) -> Spelling:

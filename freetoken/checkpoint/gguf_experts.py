@@ -50,6 +50,9 @@ BLOCKS: dict[str, tuple[str, Split]] = {
 _ROUNDED = ("F16", "F32")
 """Types that are rounded to bf16 when no format is asked for, as they are from safetensors."""
 
+_ASK = "with expert_format='q8_0' (on the command line --expert-format q8_0)"
+"""The next step for types that are no format."""
+
 _EXPERTS = re.compile(r"blk\.(\d{1,9})\.ffn_(gate_up|gate|up|down)_exps\.(weight|bias)")
 _SEPARATE, _MERGED = {"gate", "up", "down"}, {"gate_up", "down"}
 
@@ -241,11 +244,9 @@ def _choose_format(weights: Mapping[str, TensorInfo], fmt: Format | None) -> For
     for name, info in weights.items():
         if exact[name] is None and info.dtype not in _ROUNDED:
             types = ", ".join([*(kind for kind, (known, _) in BLOCKS.items() if known in formats.names()), *_ROUNDED])
-            raise _error(
-                info, f"is {info.dtype}; experts are held from {types}: re-quantize them with expert_format='q8_0'"
-            )
+            raise _error(info, f"is {info.dtype}; experts are held from {types}: re-quantize them {_ASK}")
     kinds = ", ".join(f"{name} {info.dtype}" for name, info in weights.items())
-    raise _error(weights["down"], f"and its neighbours differ in type ({kinds}): re-quantize with expert_format='q8_0'")
+    raise _error(weights["down"], f"and its neighbours differ in type ({kinds}): re-quantize them {_ASK}")
 
 
 def _exact_format(info: TensorInfo) -> Format | None:

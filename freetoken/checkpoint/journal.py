@@ -1,23 +1,30 @@
 """What a conversion has finished: a file that survives a kill at any moment, in a folder that one process may work in.
 
 The first line says what is converted into what; each further line is one file that is whole and on the disk. A line
-that was cut off counts for nothing.
+that was cut off counts for nothing. `new_folder` uses the same for what starts anew each time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from freetoken.checkpoint.records import JOURNAL
+from freetoken.checkpoint.write import check_free, free_place, require_space, sync, write_error
 from freetoken.errors import ConfigError
+
+
+def partial_folder(place: Path) -> Path:
+    """The unfinished folder of a place."""
+    return place.with_name(f"{place.name}.partial")
 
 
 class Journal:
@@ -56,9 +63,23 @@ class Journal:
         self.finished[name] = facts
         self._append({"file": name, **facts})
 
+    def drop(self, name: str) -> None:
+        """Remove a file that is finished, to be written again."""
+        del self.finished[name]
+        (self.folder / name).unlink()
+
+    def finish(self, place: Path) -> None:
+        """Give the folder its name. The journal goes last: after a kill before that, it lies in a complete folder."""
+        for path in [*self.folder.iterdir(), self.folder]:
+            sync(path)
+        check_free(place)
+        os.rename(self.folder, place)
+        (place / JOURNAL).unlink()
+        sync(place.parent)
+
     def discard(self) -> None:
         """Remove the folder with everything in it."""
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _take_lock(self) -> None:
         try:
@@ -81,7 +102,9 @@ class Journal:
         try:
             identity, *notes = map(json.loads, whole)
             self.finished = {note.pop("file"): note for note in notes}
-        except (ValueError, KeyError, AttributeError) as error:
+            if not all(isinstance(name, str) for name in self.finished):
+                raise TypeError("a name that is no text")
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise self._refuse(f"its {JOURNAL} is damaged: remove the folder to start anew") from error
         self._compare(identity)
         if whole != lines:
@@ -91,7 +114,8 @@ class Journal:
             if path != self._file and (note is None or path.stat().st_size != note.get("bytes")):
                 self.finished.pop(path.name, None)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.finished = {name: note for name, note in self.finished.items() if (self.folder / name).exists()}
+        there = set(os.listdir(self.folder))
+        self.finished = {name: note for name, note in self.finished.items() if name in there}
 
     def _compare(self, identity: Any) -> None:
         was: Mapping[str, Any] = identity if isinstance(identity, dict) else {}
@@ -112,6 +136,28 @@ class Journal:
         return ConfigError(
             f"{self.folder}: {what}", name="destination", value=str(self.folder), expected="the same conversion"
         )
+
+
+@contextlib.contextmanager
+def new_folder(destination: str | os.PathLike[str], nbytes: int, writes: str) -> Iterator[Path]:
+    """A folder that becomes `destination` when the block ends, or goes away with everything in it when it fails.
+
+    nbytes: what will be written there. writes: what kind of thing; what a killed run of that kind left is removed.
+    Raises `ConfigError` for a destination that is not free or not to be written, or where another run is at work, and
+    `CapacityError` where the disk is or becomes too small.
+    """
+    place = free_place(destination)
+    try:
+        with Journal(partial_folder(place), {"writes": writes}) as journal:
+            try:
+                require_space(journal.folder, nbytes)
+                yield journal.folder
+                journal.finish(place)
+            except BaseException:
+                journal.discard()
+                raise
+    except OSError as error:
+        raise write_error(error, place, nbytes, "nothing of it stays") from error
 
 
 def _short(value: object, other: object) -> object:

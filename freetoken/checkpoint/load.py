@@ -32,7 +32,7 @@ class ExpertSource(Protocol):
         """One of them; called from several threads."""
 
 
-def convert(expert: Expert, fmt: Format) -> Expert:
+def requantize_expert(expert: Expert, fmt: Format) -> Expert:
     """The expert in another format, from its exact values; itself when it is in that format already."""
     if expert.gate.format is fmt:
         return expert
@@ -52,7 +52,7 @@ def write_record(source: ExpertSource, expert: int, layout: RecordLayout, out: N
         source.read_record(expert, out)
     else:
         with reuse_buffers():
-            layout.pack(convert(source.read(expert), layout.format), out)
+            layout.pack(requantize_expert(source.read(expert), layout.format), out)
 
 
 def requantize(matrix: Matrix, fmt: Format) -> Matrix:
@@ -87,7 +87,7 @@ def fill_banks(
     def fill(job: tuple[LayerBank, ExpertSource, int]) -> None:
         bank, source, expert = job
         if isinstance(bank, ShardedBank):
-            parts = bank.cut(convert(source.read(expert), bank.layout.format))
+            parts = bank.cut(requantize_expert(source.read(expert), bank.layout.format))
             tasks = [partial(shard.put, expert, part) for shard, part in zip(bank.shards, parts, strict=True)]
         else:
             tasks = [partial(write, bank, expert, source)]

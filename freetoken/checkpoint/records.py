@@ -10,10 +10,11 @@ manifest, sizes must fit, and every record is compared with its checksum when it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
@@ -142,8 +143,23 @@ class RecordCheckpoint(Checkpoint):
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a folder is one of ours, finished or not."""
-    return any(os.path.exists(folder / name) for name in (MANIFEST, JOURNAL))  # False for a path that is too long
+    """Whether a folder is one of ours, finished, not finished, or without its manifest."""
+    names = (MANIFEST, bank_name(0))
+    return any(os.path.exists(folder / name) for name in names) or _is_unfinished(folder)  # False for too long a path
+
+
+def bank_name(number: int) -> str:
+    """The file of a layer."""
+    return f"experts-{number:05}.bank"
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Whether there is a journal, and the folder's name or its beginning says that it is ours."""
+    if not os.path.isfile(folder / JOURNAL):
+        return False
+    with open_file(folder / JOURNAL) as (stream, _):
+        ours = stream.read(100).startswith(json.dumps({"writes": KIND}).removesuffix("}").encode())
+    return ours or os.path.realpath(folder).endswith(".partial")
 
 
 def open_records(folder: Path) -> RecordCheckpoint:
@@ -153,10 +169,11 @@ def open_records(folder: Path) -> RecordCheckpoint:
     """
     file = folder / MANIFEST
     if not file.exists():
-        raise CheckpointError(
-            f"{folder} is a conversion that was not finished: run the same `ft convert` again to finish it",
-            file=str(folder / JOURNAL),
-        )
+        if _is_unfinished(folder):
+            what = "is a conversion that was not finished: run the same `ft convert` again to finish it"
+        else:
+            what = f"holds converted experts, but {MANIFEST} is gone: copy it again, or convert again with `ft convert`"
+        raise CheckpointError(f"{folder} {what}", file=str(file))
     manifest = _read_manifest(file)
     plain = open_checkpoint(folder)
     layers: dict[str, RecordExperts] = {}
@@ -208,7 +225,8 @@ def require_shareable(found: ExpertScan, fmt: Format | None) -> None:
 
 
 def _read_manifest(file: Path) -> Mapping[str, Any]:
-    manifest = read_json(file)
+    with _converted_again():
+        manifest = read_json(file)
     if manifest.get("kind") != KIND:
         raise _bad(file, f"its kind is {shown(manifest.get('kind'))}, expected {KIND!r}")
     for name, what, known in (("version", "manifest", VERSION), ("layout_version", "record layout", LAYOUT_VERSION)):
@@ -262,7 +280,7 @@ def _read_entry(file: Path, number: int, entry: Any) -> tuple[BankFile, tuple[in
 
 def _check_file(info: TensorInfo, bank: BankFile) -> None:
     file = info.file
-    with open_file(file) as (stream, size):
+    with _converted_again(), open_file(file) as (stream, size):
         header = stream.read(HEADER_BYTES)
     if size != bank.nbytes:
         raise CheckpointError(
@@ -278,6 +296,15 @@ def _check_file(info: TensorInfo, bank: BankFile) -> None:
             file=str(file),
             tensor=info.name,
         )
+
+
+@contextlib.contextmanager
+def _converted_again() -> Iterator[None]:
+    """Add the next step to what is wrong with one of our files."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; convert again with `ft convert`", file=error.facts["file"]) from error
 
 
 def _bad(file: Path, what: str) -> CheckpointError:

@@ -1,19 +1,16 @@
-"""Writes a checkpoint folder: whole or not at all, its tensors in any order and piece by piece.
+"""Writes the files of a checkpoint folder: its tensors in any order and piece by piece.
 
-new_folder      a folder beside the wanted place, renamed to it when everything in it is on the disk
-TensorFiles     the safetensors files in it, laid out from names and shapes before a single number is known
+TensorFiles     the safetensors files, laid out from names and shapes before a single number is known
 
-`convert.py`, whose folder survives an interruption, uses the smaller parts.
+The rest are smaller parts, of `convert.py` too; `journal.py` makes the folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
 import os
-import secrets
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,8 +29,8 @@ _FILE_BYTES = 4 << 30
 """Tensors beyond this go to a further file; a larger tensor has a file of its own."""
 _PIECE = 16 << 20
 """Bytes that are copied at once."""
-_SIDE = {".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt"}
-"""Endings of the files that stand beside weights and go along: config, tokenizer, chat template, code, licence."""
+_SIDE = {".json", ".jinja", ".md", ".model", ".tiktoken", ".txt"}
+"""Endings of the files that stand beside weights and go along: config, tokenizer, chat template, licence."""
 
 
 @dataclass(frozen=True)
@@ -111,43 +108,18 @@ class TensorFiles:
         assert not (complete and missing), f"never or twice put: {missing[:8]}"
 
 
-@contextlib.contextmanager
-def new_folder(destination: Path, nbytes: int) -> Iterator[Path]:
-    """A folder that becomes `destination` when the block ends, or goes away with everything in it when it fails.
-
-    nbytes: what will be written there. Raises `ConfigError` for a destination that is not free or not to be written,
-    and `CapacityError` where the disk is or becomes too small.
-    """
-    place = Path(os.path.abspath(destination))
-    check_free(place)
-    partial = place.with_name(f".{place.name}.{secrets.token_hex(4)}.partial")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        require_space(place.parent, nbytes)
-        partial.mkdir()
-        yield partial
-        for path in [*partial.iterdir(), partial]:
-            sync(path)
-        check_free(place)
-        partial.rename(place)
-        sync(place.parent)
-    except OSError as error:
-        raise write_error(error, place, nbytes, "nothing of it stays") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """config.json."""
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def side_files(folder: Path) -> list[Path]:
-    """What stands beside weights and goes along: config, tokenizer, chat template, code, licence."""
+    """What goes along with weights: config, tokenizer, chat template, licence, code if a config names it."""
+    has_code = any(b'"auto_map"' in path.read_bytes() for path in folder.glob("*config.json") if path.is_file())
     return [
         path
         for path in folder.iterdir()
-        if (path.suffix in _SIDE or path.name.startswith(("LICENSE", "NOTICE")))
+        if (path.suffix in _SIDE or (has_code and path.suffix == ".py") or path.name.startswith(("LICENSE", "NOTICE")))
         and path.is_file()
         and not path.name.endswith(".index.json")
     ]
@@ -217,6 +189,21 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def free_place(destination: str | os.PathLike[str]) -> Path:
+    """Where a folder will be made, links and `..` followed; raises `ConfigError` unless it is free."""
+    if not os.fspath(destination):
+        raise ConfigError(
+            "the destination is an empty name; name the folder to make",
+            name="destination",
+            value="",
+            expected="a folder that does not exist or is empty",
+        )
+    check_free(Path(destination))
+    place = Path(os.path.realpath(destination))
+    check_free(place)
+    return place
 
 
 def check_free(place: Path) -> None:

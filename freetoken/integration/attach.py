@@ -4,6 +4,7 @@ everything that can be refused is      nothing changed yet; every weight was loo
 one layer: bank filled, kernel bound   the model is still as it was until the first bank is complete
 its parameters go, its bank is in      the peak is the model and one layer's bank, not two models
 ... the next layer                     an interruption leaves a model that says so; attach again finishes it
+all layers may run                     last of all, when nothing else is left to do
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from freetoken import formats, settings, topology
 from freetoken.banks import make_bank
 from freetoken.checkpoint.experts import gate_and_up_rows
 from freetoken.checkpoint.load import fill_banks, run_jobs
-from freetoken.errors import ConfigError, FormatError, FreeTokenError, UnsupportedError
+from freetoken.errors import ConfigError, FormatError, UnsupportedError
 from freetoken.executor import Activation, Executor
 from freetoken.formats.base import Format, Matrix
 from freetoken.formats.record import Expert, RecordLayout
 from freetoken.integration.activation import find_activation
-from freetoken.integration.operator import IMPLEMENTATION, attach_layer, layer_of
+from freetoken.integration.operator import IMPLEMENTATION, attach_layer, is_ready, keep_layer, layer_of
 from freetoken.integration.plan import drop_parameters, find_experts, shape_of_module
 from freetoken.integration.quantizer import FreetokenConfig, FreetokenQuantizer
 from freetoken.integration.transformers import banks_bar, finish, resolve_dtype
@@ -69,9 +70,15 @@ def attach(
     where = choose(machine, workers, placement)
     _check_model(model)
     experts = find_experts(model)
+    if all(map(is_ready, experts.values())):
+        raise ConfigError(
+            f"the experts of this {type(model).__name__} lie in banks already; for another format load or build the "
+            "model anew",
+            name="model",
+            value=type(model),
+            expected="a model whose experts are still parameters",
+        )
     sources = [_read_module(name, module, fmt) for name, module in experts.items() if layer_of(module) is None]
-    if not sources:
-        raise FreeTokenError(f"the experts of this {type(model).__name__} lie in banks already")
     _check_owners(model, sources)
     executor = Executor(workers, resolve_dtype(model.config, model.dtype), machine.why(threads), where)
     placer, total = Placer(where), sum(source.bank_bytes for source in sources)
@@ -84,14 +91,15 @@ def attach(
             fill_banks([(bank, source)], len(workers), bar.update, where)
             layer = executor.bind(bank, source.activation)
             _dispatch_here(model, experts)
-            attach_layer(source.module, layer)
+            keep_layer(source.module, layer)
             drop_parameters(source.module)
     for module in experts.values():
         drop_parameters(module)  # of a layer in which an earlier call was interrupted
-    model.hf_quantizer = FreetokenQuantizer(FreetokenConfig())
-    model.is_quantized, model.quantization_method = True, model.hf_quantizer.quantization_config.quant_method
-    model.hf_quantizer.postprocess_model(model)
     finish(model.eval())
+    for module in experts.values():
+        kept = layer_of(module)
+        assert kept is not None, "every layer was bound"
+        attach_layer(module, kept)
     logger.info("%d expert layers attached, %d bytes in banks", len(sources), total)
     return model
 
@@ -205,9 +213,10 @@ def _read_module(name: str, module: torch.nn.Module, fmt: Format | None) -> Modu
             f"{getattr(module, 'num_experts', n)} experts, all of them in this process",
             feature=type(module).__name__,
         )
-    if fmt is None and {tensor.dtype for tensor in found.values()} != {torch.bfloat16}:
+    other = next((p for p in ("gate_up_proj", "down_proj") if found[p].dtype != torch.bfloat16), None)
+    if fmt is None and other is not None:
         raise ConfigError(
-            f"{name} holds {found['gate_up_proj'].dtype} weights, which no format holds whole; "
+            f"{name}.{other} holds {found[other].dtype} weights, which no format holds whole; "
             "name the expert_format they become (bf16 is the nearest)",
             name="expert_format",
             value=None,
@@ -250,7 +259,7 @@ def _peak_bytes(sources: list[ModuleExperts]) -> int:
     """The most host memory wanted at one time beside what the model has now."""
     freed = itertools.accumulate((source.host_bytes for source in sources[:-1]), initial=0)
     banks = itertools.accumulate(source.bank_bytes for source in sources)
-    return max(bank - gone for bank, gone in zip(banks, freed, strict=True))
+    return max((bank - gone for bank, gone in zip(banks, freed, strict=False)), default=0)
 
 
 def _check_weights(sources: list[ModuleExperts], threads: int) -> None:
@@ -259,8 +268,11 @@ def _check_weights(sources: list[ModuleExperts], threads: int) -> None:
 
 
 def _dispatch_here(model: PreTrainedModel, experts: dict[str, torch.nn.Module]) -> None:
-    """Switch the experts function, in configs of the model's own: others may have been built from the same objects."""
-    if all(module.config._experts_implementation == IMPLEMENTATION for module in experts.values()):  # type: ignore[union-attr]
+    """Switch the experts function, in configs of the model's own: others may have been built from the same objects.
+
+    From here on the model counts as quantized, which refuses to save it.
+    """
+    if isinstance(getattr(model, "hf_quantizer", None), FreetokenQuantizer):
         return
     copies: dict[int, Any] = {}
     for module in model.modules():
@@ -269,3 +281,7 @@ def _dispatch_here(model: PreTrainedModel, experts: dict[str, torch.nn.Module]) 
             module.config = copy.deepcopy(config, copies)
     for module in (model, *experts.values()):
         module.config._experts_implementation = IMPLEMENTATION
+    quantizer = FreetokenQuantizer(FreetokenConfig())
+    model.is_quantized, model.quantization_method = True, quantizer.quantization_config.quant_method
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer

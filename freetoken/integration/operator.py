@@ -59,12 +59,25 @@ def experts_forward(
 
 
 def attach_layer(module: torch.nn.Module, layer: BoundLayer) -> None:
-    """Give a module its layer. Kept outside torch's state, so that .to(), state_dict and estimates never see it."""
+    """Give a module its layer, ready to run."""
+    keep_layer(module, layer)
     with _table_lock:
         handle = next(_numbers)
         _layers[handle] = layer
-    object.__setattr__(module, _LAYER, layer)
     object.__setattr__(module, _HANDLE, handle)
+
+
+def keep_layer(module: torch.nn.Module, layer: BoundLayer) -> None:
+    """Give a module its layer, which refuses to run before `attach_layer`.
+
+    Kept outside torch's state, so that .to(), state_dict and estimates never see it.
+    """
+    object.__setattr__(module, _LAYER, layer)
+
+
+def is_ready(module: torch.nn.Module) -> bool:
+    """Whether a module's layer runs."""
+    return hasattr(module, _HANDLE)
 
 
 def layer_of(module: torch.nn.Module) -> BoundLayer | None:

@@ -90,7 +90,8 @@ class FreetokenQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Raises: save_pretrained would answer a False with a hint at warnings that are not there."""
         raise UnsupportedError(
-            "a model whose experts lie in host banks cannot be saved; keep the checkpoint that it was loaded from",
+            "a model whose experts lie in host banks cannot be saved; keep the checkpoint that it was loaded from, "
+            "or save the model before attaching it",
             feature="save_pretrained",
         )
 

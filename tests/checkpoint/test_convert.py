@@ -41,7 +41,7 @@ from tests.support.checkpoints import (
     write_sharded,
     write_tokenizer,
 )
-from tests.support.converted import contents, convert_folder, write_experts
+from tests.support.converted import contents, convert_folder, export_folder, flip_bit, write_experts
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -78,7 +78,8 @@ def test_records_are_those_of_banks(tmp_path: Path, dialect: str, fmt: str | Non
 
 def test_everything_else_goes_along(tmp_path: Path) -> None:
     """Dense tensors byte for byte under their names, config and tokenizer as files; weights of others do not."""
-    source = write_sharded(tmp_path / "source", qwen3_config(), qwen3_tensors(), 3)
+    config = qwen3_config(auto_map={"AutoModelForCausalLM": "modeling_x.Model"})
+    source = write_sharded(tmp_path / "source", config, qwen3_tensors(), 3)
     write_tokenizer(source)
     for name in ("generation_config.json", "chat_template.jinja", "LICENSE", "modeling_x.py", "merges.txt"):
         (source / name).write_text(name)
@@ -342,12 +343,17 @@ def test_a_limit_of_the_system(tmp_path: Path) -> None:
 SLOW = """
 import sys, time
 import freetoken.checkpoint.convert as convert
+import freetoken.checkpoint.export as export
 from freetoken.cli import main
-real = convert.write_record
-def write(*args):
-    real(*args)
-    time.sleep(0.03)
-convert.write_record = write
+def slow(real):
+    def write(*args):
+        result = real(*args)
+        time.sleep(0.03)
+        return result
+    return write
+convert.write_record = slow(convert.write_record)
+for kind in (export._Packed, export._Plain):
+    kind.requantize_expert = slow(kind.requantize_expert)
 sys.exit(main(["convert", *sys.argv[1:], "--threads", "1"]))
 """
 
@@ -513,6 +519,106 @@ def test_killed_just_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     convert_folder(source, tmp_path / "m")
     assert written == []
     assert len(banks_of(tmp_path / "m")) == LAYERS
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"file": 3}', '{"file": [1]}', "3", "null", '{"bytes": 3}', "[" * 5000])
+def test_a_journal_that_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    source = write_experts(tmp_path / "source", 4)
+    partial = leave_partial(source, tmp_path / "m", monkeypatch)
+    with (partial / JOURNAL).open("a") as stream:
+        stream.write(f"{line}\n")
+    before = contents(partial)
+    with pytest.raises(ConfigError, match=r"m\.partial: its conversion\.jsonl is damaged: remove the folder"):
+        convert_folder(source, tmp_path / "m")
+    assert contents(partial) == before
+
+
+@pytest.mark.parametrize("what", ["record", "header", "dense part", "note"])
+def test_kept_files_that_changed_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Of the same size, with other bytes, or with checksums that are not there."""
+    source = write_experts(tmp_path / "source", 4)
+    partial = leave_partial(source, tmp_path / "m", monkeypatch)
+    if what == "note":
+        text = (partial / JOURNAL).read_text()
+        (partial / JOURNAL).write_text(text.replace('"checksums"', '"checks"'))
+    else:
+        file = "model.safetensors" if what == "dense part" else "experts-00000.bank"
+        flip_bit(partial / file, {"record": HEADER_BYTES + 99, "header": 5, "dense part": -1}[what])
+    written = count_records(monkeypatch)
+    done = convert_folder(source, tmp_path / "m")
+    assert len(written) == EXPERTS * {"record": 3, "header": 3, "dense part": 2, "note": 4}[what]
+    assert (done.kept_bytes % done.bank_bytes > 0) or what == "note"
+    monkeypatch.undo()
+    convert_folder(source, tmp_path / "other")
+    assert contents(tmp_path / "m") == contents(tmp_path / "other")
+
+
+def test_killed_before_the_journal_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder has its name and is complete: it loads and converts."""
+    source = write_qwen3(tmp_path / "source")
+    unlink = Path.unlink
+
+    def unlink_or_not(path: Path, missing_ok: bool = False) -> None:
+        if path == tmp_path / "m" / JOURNAL:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink_or_not)
+        with pytest.raises(KeyboardInterrupt):
+            convert_folder(source, tmp_path / "m")
+    assert (tmp_path / "m" / JOURNAL).exists()
+    assert len(banks_of(tmp_path / "m")) == LAYERS
+    convert_folder(tmp_path / "m", tmp_path / "again")
+    assert contents(tmp_path / "again").keys() == contents(tmp_path / "m").keys() - {JOURNAL}
+
+
+def test_names_of_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_qwen3(tmp_path / "source")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="the destination is an empty name"):
+        Conversion(scan_any(open_any(source)), "")
+    assert convert_folder(source, Path("x/../y")).path == "x/../y"
+    assert [path.name for path in Path().iterdir()] == ["y"]
+    Path("real").mkdir()
+    Path("link").symlink_to("real")
+    convert_folder(source, Path("link"))
+    assert Path("link").is_symlink()
+    assert Path("real", MANIFEST).exists()
+    assert sorted(path.name for path in Path().iterdir()) == ["link", "real", "y"]
+
+
+@pytest.mark.parametrize("to", [[], ["--to", "compressed-tensors"]])
+def test_terminated(tmp_path: Path, to: list[str]) -> None:
+    """SIGTERM: what must not stay is removed."""
+    source = write_experts(tmp_path / "source", 8)
+    process = start_slowly(source, tmp_path / "m", *to)
+    partial = tmp_path / "m.partial"
+    while not partial.exists() or not any(partial.glob("*.safetensors" if to else "*.bank")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    process.terminate()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert {path.name for path in tmp_path.iterdir()} <= ({"source"} if to else {"source", "m.partial"})
+
+
+def test_killed_while_it_writes_for_others(tmp_path: Path) -> None:
+    source = write_experts(tmp_path / "source", 8)
+    process = start_slowly(source, tmp_path / "m", "--to", "compressed-tensors")
+    partial = tmp_path / "m.partial"
+    while not (partial / "model.safetensors").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "m.partial"}
+    with pytest.raises(ConfigError, match="writes was compressed-tensors, now is freetoken-records"):
+        convert_folder(source, tmp_path / "m")
+    export_folder(source, tmp_path / "m")
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "m"}
 
 
 def test_two_at_once(tmp_path: Path) -> None:

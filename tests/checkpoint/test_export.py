@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 
 from freetoken import formats
 from freetoken.checkpoint.experts import ExpertScan
-from freetoken.checkpoint.export import Export, Exported, export_compressed_tensors
+from freetoken.checkpoint.export import Export
 from freetoken.checkpoint.open import open_any, scan_any
 from freetoken.checkpoint.safetensors import read_header
 from freetoken.errors import CheckpointError, ConfigError, FormatError, FreeTokenError, UnsupportedError
 from tests.support.checkpoints import LAYERS, bf16, fp32, qwen3_config, qwen3_tensors, write_folder, write_qwen3
+from tests.support.converted import convert_folder, export_folder
 from tests.support.oracle import dequantize_folder, dequantize_matrix, map_experts, read_tensors, take_expert
 
 SOURCES = ["deepseekv3", "gptoss", "qwen3moe"]
@@ -33,10 +34,6 @@ REAL = {  # what llm-compressor made of a source -> the source, the format
     "nvfp4a16-llmcompressor-deepseekv3": ("bf16-transformers-deepseekv3", "nvfp4"),
     "nvfp4a16-llmcompressor-qwen3moe": ("bf16-transformers-qwen3moe", "nvfp4"),
 }
-
-
-def export(source: Path, destination: Path, fmt: str | None = None, threads: int = 2) -> Exported:
-    return export_compressed_tensors(source, destination, None if fmt is None else formats.get(fmt), threads)
 
 
 def scan_of(folder: Path) -> ExpertScan:
@@ -79,7 +76,7 @@ def by_compressed_tensors(folder: Path, parts: dict[str, torch.Tensor]) -> torch
 def test_compressed_tensors_reads_the_numbers_that_we_read(
     shared_dir: Path, tmp_path: Path, name: str, fmt: str
 ) -> None:
-    export(shared_dir / "checkpoints" / f"bf16-transformers-{name}", tmp_path / "m", fmt)
+    export_folder(shared_dir / "checkpoints" / f"bf16-transformers-{name}", tmp_path / "m", fmt)
     modules, found = expert_modules(tmp_path / "m"), scan_of(tmp_path / "m")
     seen = 0
     for group in found.groups:
@@ -96,7 +93,7 @@ def test_compressed_tensors_reads_the_numbers_that_we_read(
 
 @pytest.mark.parametrize("fmt", PACKED)
 def test_their_config_class_takes_the_section(shared_dir: Path, tmp_path: Path, fmt: str) -> None:
-    export(shared_dir / "checkpoints" / "bf16-transformers-qwen3moe", tmp_path / "m", fmt)
+    export_folder(shared_dir / "checkpoints" / "bf16-transformers-qwen3moe", tmp_path / "m", fmt)
     config = QuantizationConfig.model_validate(section_of(tmp_path / "m"))
     assert config.quantization_status == QuantizationStatus.COMPRESSED
     assert config.format in BaseCompressor.registered_names()
@@ -107,7 +104,7 @@ def test_their_config_class_takes_the_section(shared_dir: Path, tmp_path: Path, 
 def test_tensors_of_experts_are_those_of_the_real_tool(shared_dir: Path, tmp_path: Path, name: str) -> None:
     source, fmt = REAL[name]
     real = shared_dir / "checkpoints" / name
-    export(shared_dir / "checkpoints" / source, tmp_path / "m", fmt)
+    export_folder(shared_dir / "checkpoints" / source, tmp_path / "m", fmt)
     described = [
         {n: (t.dtype, t.shape) for n, t in read_header(folder / "model.safetensors").items() if ".experts." in n}
         for folder in (tmp_path / "m", real)
@@ -122,7 +119,7 @@ def test_tensors_of_experts_are_those_of_the_real_tool(shared_dir: Path, tmp_pat
 @pytest.mark.parametrize("name", REAL)
 def test_the_error_is_no_larger_than_the_real_tools(shared_dir: Path, tmp_path: Path, name: str) -> None:
     source, fmt = REAL[name]
-    export(shared_dir / "checkpoints" / source, tmp_path / "m", fmt)
+    export_folder(shared_dir / "checkpoints" / source, tmp_path / "m", fmt)
     plain = dequantize_folder(shared_dir / "checkpoints" / source)
     errors = []
     for folder in (tmp_path / "m", shared_dir / "checkpoints" / name):
@@ -137,7 +134,7 @@ def test_the_error_is_no_larger_than_the_real_tools(shared_dir: Path, tmp_path: 
 
 def test_gate_and_up_share_a_global_and_use_the_range(shared_dir: Path, tmp_path: Path) -> None:
     """As other engines want it; the larger of the two fills e4m3's range."""
-    export(shared_dir / "checkpoints" / "bf16-transformers-qwen3moe", tmp_path / "m", "nvfp4")
+    export_folder(shared_dir / "checkpoints" / "bf16-transformers-qwen3moe", tmp_path / "m", "nvfp4")
     modules = expert_modules(tmp_path / "m")
     globals_ = set()
     for name, parts in modules.items():
@@ -152,7 +149,7 @@ def test_gate_and_up_share_a_global_and_use_the_range(shared_dir: Path, tmp_path
 @pytest.mark.parametrize("fmt", PACKED)
 def test_everything_left_alone_is_copied_and_named(shared_dir: Path, tmp_path: Path, fmt: str) -> None:
     source = shared_dir / "checkpoints" / "bf16-transformers-deepseekv3"
-    export(source, tmp_path / "m", fmt)
+    export_folder(source, tmp_path / "m", fmt)
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "m"))
     dense = {name for name in before if ".mlp.experts." not in name}
     assert dense == {name for name in after if ".mlp.experts." not in name}
@@ -170,7 +167,7 @@ def test_everything_left_alone_is_copied_and_named(shared_dir: Path, tmp_path: P
 @pytest.mark.parametrize("name", [*SOURCES, "deepseekv4", "mixtral"])
 def test_bf16_is_the_plain_checkpoint(shared_dir: Path, tmp_path: Path, name: str) -> None:
     source = shared_dir / "checkpoints" / f"bf16-transformers-{name}"
-    assert export(source, tmp_path / "m", "bf16").format == "bf16"
+    assert export_folder(source, tmp_path / "m", "bf16").format == "bf16"
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "m"))
     assert before.keys() == after.keys()
     for tensor in before:
@@ -183,9 +180,9 @@ def test_gpt_oss_unpacked_is_laid_out_as_stock_wants_it(shared_dir: Path, tmp_pa
     source = shared_dir / "checkpoints" / name
     if "native" not in name:  # its attention is packed, too
         with pytest.raises(CheckpointError, match=r"self_attn\.\w+ outside the experts is mxfp4"):
-            export(source, tmp_path / "m", "bf16")
+            export_folder(source, tmp_path / "m", "bf16")
         return
-    export(source, tmp_path / "m", "bf16")
+    export_folder(source, tmp_path / "m", "bf16")
     found, wanted = dequantize_folder(tmp_path / "m"), dequantize_folder(source)
     assert found.keys() == wanted.keys()
     for tensor in wanted:
@@ -198,7 +195,7 @@ def test_gpt_oss_unpacked_is_laid_out_as_stock_wants_it(shared_dir: Path, tmp_pa
 def test_modelopts_codes_are_written_on(shared_dir: Path, tmp_path: Path) -> None:
     """Its attention, too: the same bytes under other names, and a divisor for the factor."""
     source = shared_dir / "checkpoints" / "nvfp4-modelopt-qwen3moe"
-    export(source, tmp_path / "m")
+    export_folder(source, tmp_path / "m")
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "m" / "model.safetensors")
     packed = [name.removesuffix(".weight") for name, tensor in before.items() if tensor.dtype == torch.uint8]
     assert any("self_attn" in module for module in packed)
@@ -217,7 +214,7 @@ def test_modelopts_codes_are_written_on(shared_dir: Path, tmp_path: Path) -> Non
                                   "mxfp4a16-llmcompressor-gptoss", "fp8block-llmcompressor-qwen3moe256"])  # fmt: skip
 def test_what_is_compressed_tensors_already_keeps_its_numbers(shared_dir: Path, tmp_path: Path, name: str) -> None:
     source = shared_dir / "checkpoints" / name
-    export(source, tmp_path / "m")
+    export_folder(source, tmp_path / "m")
     before, after = read_tensors(source), read_tensors(tmp_path / "m")
     assert after.keys() == {n for n in before if "input_global_scale" not in n}
     for n, tensor in after.items():
@@ -229,7 +226,7 @@ def test_what_is_compressed_tensors_already_keeps_its_numbers(shared_dir: Path, 
 def test_globals_that_differ_become_one(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "s", qwen3_config(quantization_config={"quant_method": "modelopt",
                           "quant_algo": "NVFP4", "ignore": []}), qwen3_tensors("modelopt"))  # fmt: skip
-    export(source, tmp_path / "m")
+    export_folder(source, tmp_path / "m")
     before, after = dequantize_folder(source), dequantize_folder(tmp_path / "m")
     modules = expert_modules(tmp_path / "m")
     for e in range(4):
@@ -242,8 +239,8 @@ def test_globals_that_differ_become_one(tmp_path: Path) -> None:
 
 def test_ds_fp4_is_written_as_mxfp4(shared_dir: Path, tmp_path: Path) -> None:
     source = shared_dir / "checkpoints" / "bf16-transformers-deepseekv4"
-    assert export(source, tmp_path / "a", "ds_fp4").format == "mxfp4"
-    export(source, tmp_path / "b", "mxfp4")
+    assert export_folder(source, tmp_path / "a", "ds_fp4").format == "mxfp4"
+    export_folder(source, tmp_path / "b", "mxfp4")
     files = [folder / "model.safetensors" for folder in (tmp_path / "a", tmp_path / "b")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -252,7 +249,7 @@ def test_ds_fp4_is_written_as_mxfp4(shared_dir: Path, tmp_path: Path) -> None:
 def test_numbers_do_not_depend_on_threads(tmp_path: Path, fmt: str) -> None:
     source = write_qwen3(tmp_path / "s")
     for threads in (1, 3):
-        export(source, tmp_path / f"{threads}", fmt, threads)
+        export_folder(source, tmp_path / f"{threads}", fmt, threads)
     one, three = ((tmp_path / str(n) / "model.safetensors").read_bytes() for n in (1, 3))
     assert one == three
 
@@ -266,7 +263,7 @@ def test_wide_sources_and_sharing_with_load(tmp_path: Path) -> None:
         for n, t in tensors.items()
     }
     source = write_folder(tmp_path / "s", qwen3_config(), wide)
-    export(source, tmp_path / "m", "mxfp4")
+    export_folder(source, tmp_path / "m", "mxfp4")
     changed = map_experts(
         dequantize_folder(source),
         lambda w: dequantize_matrix(
@@ -313,14 +310,13 @@ def nothing_stays(folder: Path, *names: str) -> None:
 def test_formats_that_it_cannot_say(tmp_path: Path, fmt: str) -> None:
     source = write_qwen3(tmp_path / "s")
     with pytest.raises(ConfigError, match=f"no way to write {fmt} experts.* bf16, ds_fp4, fp8_block, mxfp4, nvfp4"):
-        export(source, tmp_path / "m", fmt)
+        export_folder(source, tmp_path / "m", fmt)
     nothing_stays(tmp_path, "s")
 
 
 DENSE: dict[str, tuple[str, str]] = {
     "nvfp4-modelopt-qwen3moe": ("mxfp4", r"self_attn\.\w+ outside the experts is nvfp4 \(modelopt\)"),
-    "fp8block-transformers-qwen3moe256": ("nvfp4", r"outside the experts is fp8_block \(transformers\)"),
-    "fp4-deepseekv4-constructed": ("mxfp4", r"outside the experts is fp8_block"),
+    "fp8block-transformers-qwen3moe256": ("nvfp4", r"is fp8_block \(transformers\).*, or choose fp8_block$"),
 }
 
 
@@ -328,9 +324,25 @@ DENSE: dict[str, tuple[str, str]] = {
 def test_a_packed_dense_part_of_another_format(shared_dir: Path, tmp_path: Path, name: str) -> None:
     fmt, words = DENSE[name]
     with pytest.raises(CheckpointError, match=words) as caught:
-        export(shared_dir / "checkpoints" / name, tmp_path / "m", fmt)
+        export_folder(shared_dir / "checkpoints" / name, tmp_path / "m", fmt)
     assert "\n" not in str(caught.value)
     nothing_stays(tmp_path)
+
+
+def test_a_packed_dense_part_that_no_format_goes_beside(shared_dir: Path, tmp_path: Path) -> None:
+    """Then none is offered: blocks of 64 x 64 are not llm-compressor's."""
+    source = shared_dir / "checkpoints" / "fp4-deepseekv4-constructed"
+    for fmt in ("fp8_block", "mxfp4"):
+        with pytest.raises(CheckpointError, match=r"\(deepseek\).*convert the checkpoint that this one was made from$"):
+            export_folder(source, tmp_path / "m", fmt)
+    nothing_stays(tmp_path)
+
+
+def test_a_converted_folder_is_no_source(tmp_path: Path) -> None:
+    convert_folder(write_qwen3(tmp_path / "s"), tmp_path / "c")
+    with pytest.raises(UnsupportedError, match=r"c is a converted folder, .*: give the folder of safetensors that it"):
+        export_folder(tmp_path / "c", tmp_path / "m")
+    nothing_stays(tmp_path, "c", "s")
 
 
 def test_names_that_nobody_knows_one_by_one(tmp_path: Path) -> None:
@@ -342,7 +354,7 @@ def test_names_that_nobody_knows_one_by_one(tmp_path: Path) -> None:
     }
     source = write_folder(tmp_path / "s", qwen3_config(model_type="granitemoe"), tensors)
     with pytest.raises(UnsupportedError, match=r"block_sparse_moe\.input_linear\.weight: how other engines name"):
-        export(source, tmp_path / "m", "nvfp4")
+        export_folder(source, tmp_path / "m", "nvfp4")
     nothing_stays(tmp_path, "s")
 
 
@@ -364,7 +376,7 @@ def test_a_global_without_a_reciprocal(tmp_path: Path, value: float) -> None:
     config = qwen3_config(quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []})
     source = write_folder(tmp_path / "s", config, tensors)
     with pytest.raises(FreeTokenError, match=r"global scale|reciprocal"):
-        export(source, tmp_path / "m")
+        export_folder(source, tmp_path / "m")
     nothing_stays(tmp_path, "s")
 
 
@@ -374,11 +386,11 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     tensors[name] = bf16(np.full((32, 64), np.nan))
     source = write_folder(tmp_path / "s", qwen3_config(), tensors)
     with pytest.raises(CheckpointError, match=name):
-        export(source, tmp_path / "m", "nvfp4")
+        export_folder(source, tmp_path / "m", "nvfp4")
     nothing_stays(tmp_path, "s")
 
 
 def test_a_config_that_contradicts(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "s", qwen3_config(num_experts=5), qwen3_tensors())
     with pytest.raises(CheckpointError, match="num_experts 5"):
-        export(source, tmp_path / "m", "nvfp4")
+        export_folder(source, tmp_path / "m", "nvfp4")

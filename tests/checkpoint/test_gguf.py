@@ -338,6 +338,7 @@ def test_other_types_are_refused_with_an_offer(tmp_path: Path, weights: Weights)
         "'blk.0.ffn_gate_exps.weight' is Q5_1",
         "BF16, MXFP4",
         "expert_format='q8_0'",
+        "--expert-format q8_0",
         read=lambda f: scan_any(open_any(f)),
     )
     assert "Q5_1" in inspect(file).why

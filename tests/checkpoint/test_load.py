@@ -13,7 +13,7 @@ import pytest
 from freetoken import formats
 from freetoken.banks import Bank, ShardedBank
 from freetoken.checkpoint.experts import ExpertGroup
-from freetoken.checkpoint.load import convert, fill_banks
+from freetoken.checkpoint.load import fill_banks, requantize_expert
 from freetoken.checkpoint.safetensors import open_checkpoint
 from freetoken.checkpoint.scan import scan
 from freetoken.errors import CheckpointError
@@ -86,12 +86,12 @@ def test_conversion_quantizes_the_exact_values(tmp_path: Path, dialect: str, fmt
 
 def test_an_expert_already_in_the_format_is_not_touched(tmp_path: Path) -> None:
     expert = groups_of(write_qwen3(tmp_path / "m", "modelopt"))[0].read(0)
-    assert convert(expert, formats.get("nvfp4")) is expert
+    assert requantize_expert(expert, formats.get("nvfp4")) is expert
 
 
 def test_biases_survive_a_conversion(shared_dir: Path) -> None:
     (group, _) = groups_of(shared_dir / "checkpoints" / "bf16-transformers-gptoss")
-    before, after = group.read(1), convert(group.read(1), formats.get("q8_0"))
+    before, after = group.read(1), requantize_expert(group.read(1), formats.get("q8_0"))
     assert after.gate.format.name == "q8_0"
     for name in ("gate_bias", "up_bias", "down_bias"):
         np.testing.assert_array_equal(getattr(before, name), getattr(after, name))

@@ -249,7 +249,17 @@ def test_a_layer_twice(folder: Path) -> None:
 def test_a_manifest_that_is_no_json(folder: Path) -> None:
     for text in ("", "[]", "{", '"x"'):
         (folder / MANIFEST).write_text(text)
-        check_refused(folder, MANIFEST)
+        check_refused(folder, MANIFEST, "convert again with `ft convert`")
+
+
+def test_a_manifest_that_is_gone(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+    check_refused(folder, "holds converted experts, but freetoken.json is gone", "convert again with `ft convert`")
+
+
+def test_a_bank_that_is_gone(folder: Path) -> None:
+    (folder / "experts-00001.bank").unlink()
+    check_refused(folder, "experts-00001.bank cannot be read: No such file", "convert again with `ft convert`")
 
 
 @pytest.mark.parametrize(
@@ -286,8 +296,16 @@ def test_the_dense_part_is_checked_as_ever(folder: Path) -> None:
 
 
 def test_an_unfinished_conversion_does_not_open(tmp_path: Path) -> None:
-    (tmp_path / "conversion.jsonl").write_text("{}\n")
-    check_refused(tmp_path, "was not finished: run the same `ft convert` again")
+    for name, text in (("m.partial", "{}\n"), ("moved", '{"writes": "freetoken-records", "source": "/a"}\n')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "conversion.jsonl").write_text(text)
+        check_refused(tmp_path / name, "was not finished: run the same `ft convert` again")
+
+
+def test_a_stranger_of_that_name_is_no_conversion(tmp_path: Path) -> None:
+    source = write_qwen3(tmp_path / "source")
+    (source / "conversion.jsonl").write_text('{"writes": "letters"}\n')
+    assert inspect(source).loads
 
 
 # --- sharing ---------------------------------------------------------------------------------------------------------

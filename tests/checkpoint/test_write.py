@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from freetoken.checkpoint.journal import Journal, new_folder
+from freetoken.checkpoint.records import JOURNAL
 from freetoken.checkpoint.safetensors import open_checkpoint, read_header
-from freetoken.checkpoint.write import NewTensor, TensorFiles, new_folder, side_files
+from freetoken.checkpoint.write import NewTensor, TensorFiles, side_files
 from freetoken.errors import CapacityError, ConfigError
 from tests.support.checkpoints import write_qwen3
 
@@ -95,7 +97,7 @@ def refuse(number: int) -> Callable[..., None]:
 
 
 def write(place: Path) -> None:
-    with new_folder(place, 1000) as folder:
+    with new_folder(place, 1000, "tests") as folder:
         assert not place.exists() or not any(place.iterdir())
         fill(TensorFiles(folder, TENSORS))
 
@@ -135,7 +137,7 @@ def test_a_place_that_is_taken(tmp_path: Path, kind: str) -> None:
 
 def test_a_place_that_is_taken_meanwhile(tmp_path: Path) -> None:
     def write_late() -> None:
-        with new_folder(tmp_path / "m", 1) as folder:
+        with new_folder(tmp_path / "m", 1, "tests") as folder:
             (folder / "x").write_text("ours")
             (tmp_path / "m").mkdir()
             (tmp_path / "m" / "x").write_text("theirs")
@@ -149,7 +151,7 @@ def test_a_place_that_is_taken_meanwhile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ValueError])
 def test_nothing_stays_of_a_failure(tmp_path: Path, error: type[BaseException]) -> None:
     def fail() -> None:
-        with new_folder(tmp_path / "m", 1) as folder:
+        with new_folder(tmp_path / "m", 1, "tests") as folder:
             (folder / "x").write_text("half")
             raise error
 
@@ -191,4 +193,46 @@ def test_which_files_go_along(tmp_path: Path) -> None:
     for name in kept + left:
         (tmp_path / name).write_text(json.dumps({}))
     (tmp_path / "folder.json").mkdir()
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "modeling_x.Tokenizer"}}')
+    kept.append("tokenizer_config.json")
     assert sorted(path.name for path in side_files(tmp_path)) == sorted(kept)
+
+
+def test_code_that_no_config_names_stays(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "__init__.py").write_text("")
+    assert [path.name for path in side_files(tmp_path)] == ["config.json"]
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    """And nothing else: another kind's, a stranger's, and that of a run that is at work."""
+    partial = tmp_path / "m.partial"
+    with Journal(partial, {"writes": "tests"}):
+        (partial / "half").write_text("half")
+        with pytest.raises(ConfigError, match="another process is converting into it"):
+            write(tmp_path / "m")
+    write(tmp_path / "m")
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+    assert not {"half", JOURNAL} & {p.name for p in (tmp_path / "m").iterdir()}
+    for text, words in (
+        ('{"writes": "else"}\n', "another conversion .writes was else, now is tests"),
+        (None, "not left"),
+    ):
+        partial.mkdir()
+        (partial / "kept").write_text("")
+        if text is not None:
+            (partial / JOURNAL).write_text(text)
+        shutil.rmtree(tmp_path / "m", ignore_errors=True)
+        with pytest.raises(ConfigError, match=words):
+            write(tmp_path / "m")
+        assert (partial / "kept").exists()
+        shutil.rmtree(partial)
+
+
+def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "m").symlink_to("real")
+    write(tmp_path / "m")
+    assert (tmp_path / "m").is_symlink()
+    assert (tmp_path / "real" / "model.safetensors").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "real"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -406,7 +407,9 @@ def test_experts_offloaded_by_accelerate(qwen3: Any) -> None:
 def test_twice(qwen3: Any, tiny: Path) -> None:
     for model in (freetoken.attach(qwen3, expert_format="nvfp4"), freetoken.load(tiny)[0]):
         before = records(model)
-        with pytest.raises(FreeTokenError, match="the experts of this Qwen3MoeForCausalLM lie in banks already"):
+        with pytest.raises(
+            ConfigError, match="of this Qwen3MoeForCausalLM lie in banks already; for another format load"
+        ):
             freetoken.attach(model, expert_format="mxfp4")
         assert all(now is then for now, then in zip(records(model), before, strict=True))
 
@@ -452,6 +455,41 @@ def test_interrupted_later_it_says_so_and_can_be_finished(
     freetoken.attach(qwen3, expert_format="nvfp4", threads=1)
     assert torch.equal(collect_logits(qwen3, 96), collect_logits(whole, 96))
     assert not [n for n in qwen3.state_dict() if ".experts" in n]
+
+
+@pytest.mark.parametrize("step", ["drop_parameters", "finish"])
+def test_interrupted_at_the_end_it_says_so_and_can_be_finished(
+    qwen3: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: str
+) -> None:
+    whole = freetoken.attach(copy.deepcopy(qwen3), expert_format="nvfp4", threads=1)
+    module, calls = sys.modules["freetoken.integration.attach"], []
+    real = getattr(module, step)
+
+    def do_or_not(*arguments: Any) -> Any:
+        calls.append(1)
+        if step == "finish" or len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, step, do_or_not)
+        with pytest.raises(KeyboardInterrupt):
+            freetoken.attach(qwen3, expert_format="nvfp4", threads=1)
+    with pytest.raises(FreeTokenError, match="if attach was interrupted, call it again to finish"):
+        qwen3(input_ids=PROMPT)
+    with pytest.raises(UnsupportedError, match="cannot be saved"):
+        qwen3.save_pretrained(tmp_path)
+    freetoken.attach(qwen3, expert_format="nvfp4", threads=1)
+    assert torch.equal(collect_logits(qwen3, 96), collect_logits(whole, 96))
+    assert not [n for n in qwen3.state_dict() if ".experts" in n]
+    assert not any(p.requires_grad for p in qwen3.parameters())
+
+
+def test_the_wide_weights_are_named(qwen3: Any) -> None:
+    qwen3.to(torch.bfloat16)
+    experts_of(qwen3)[1].down_proj.data = experts_of(qwen3)[1].down_proj.data.float()
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.down_proj holds torch\.float32 weights"):
+        freetoken.attach(qwen3)
 
 
 def test_a_config_from_the_hub_needs_nothing_else() -> None:

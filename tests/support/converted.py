@@ -11,6 +11,7 @@ import numpy as np
 
 from freetoken import formats
 from freetoken.checkpoint.convert import Conversion, Converted
+from freetoken.checkpoint.export import Export, Exported
 from freetoken.checkpoint.open import open_any, scan_any
 from freetoken.checkpoint.records import MANIFEST
 from tests.support.checkpoints import experts, qwen3_config, write_folder
@@ -20,6 +21,12 @@ def convert_folder(source: Path, destination: Path, fmt: str | None = None, thre
     """Convert as `ft convert` does."""
     target = None if fmt is None else formats.get(fmt)
     return Conversion(scan_any(open_any(source), target), destination, target).run(threads)
+
+
+def export_folder(source: Path, destination: Path, fmt: str | None = None, threads: int = 2) -> Exported:
+    """Convert as `ft convert --to compressed-tensors` does."""
+    target = None if fmt is None else formats.get(fmt)
+    return Export(scan_any(open_any(source), target), target).write(destination, threads)
 
 
 def write_experts(folder: Path, layers: int, dialect: str = "bf16") -> Path:

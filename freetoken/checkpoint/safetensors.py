@@ -12,7 +12,7 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -55,6 +55,10 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
+Bytes = NDArray[np.uint8]
+Take = Callable[[int], Bytes]
+
+
 class TensorInfo(NamedTuple):
     """Where one tensor lies: its dtype name, shape, file, absolute offset and size in bytes.
 
@@ -93,17 +97,17 @@ class Checkpoint:
         """The raw bits of a tensor, or of its slice `index` along the first dimension."""
         info = self.tensors[name]
         shape = info.shape if index is None else info.shape[1:]
-        tensor: NDArray[Any] = self.read_bytes(name, index).view(DTYPES[info.dtype]).reshape(shape)
+        tensor: NDArray[Any] = self.read_bytes(name, index, _buffers.take).view(DTYPES[info.dtype]).reshape(shape)
         return tensor
 
-    def read_bytes(self, name: str, index: int | None = None) -> NDArray[np.uint8]:
-        """The same as bytes."""
+    def read_bytes(self, name: str, index: int | None = None, take: Take = lambda n: np.empty(n, np.uint8)) -> Bytes:
+        """The same as bytes; take: what gives the memory for so many."""
         info = self.tensors[name]
         offset, nbytes = info.offset, info.nbytes
         if index is not None:
             nbytes //= info.shape[0]
             offset += index * nbytes
-        data = _buffers.take(nbytes)
+        data = take(nbytes)
         read_exactly(info, offset, data)
         return data
 
@@ -132,7 +136,7 @@ _buffers = _Buffers()
 
 @contextlib.contextmanager
 def reuse_buffers() -> Iterator[None]:
-    """Inside, tensors that this thread reads lie in memory that its next such block uses again.
+    """Inside, what this thread gets from `Checkpoint.read` lies in memory that its next such block uses again.
 
     The kernel gives new memory page by page and zeroed, which takes as long as reading a cached file.
     """

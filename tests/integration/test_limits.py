@@ -155,6 +155,8 @@ def test_a_limit_of_a_cgroup(folder: Path) -> None:
 LEAKS = """
 from freetoken.memory import budget
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background
+
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
     threading.Event().wait(0.05)

@@ -10,7 +10,9 @@
     records.py       a converted folder: experts as records, one file a layer (direct.py: read past the page cache)
     open.py          whichever of these a path names
     load.py          experts into banks, in parallel
-    convert.py       writes a converted folder (journal.py: what is finished; beside.py: all but the experts)
+    convert.py       writes a converted folder (beside.py: all but the experts)
+    export.py        writes a checkpoint for other engines, as compressed-tensors spells it
+    journal.py       the unfinished folder of either, and what is finished in it; write.py: its files
     inspect.py       the answer to "what is this, and does it load here?"
 
 To add a spelling of a known format, add it to that format's file; to add a naming of experts, see scan.py; to add a

@@ -4,6 +4,7 @@ without test data; and the trained models where those are at hand.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ import freetoken
 from tests.support.checkpoints import write_qwen3, write_tokenizer
 from tests.support.oracle import dequantize_folder, stock_model
 from tests.support.trained import Trained, read_trained
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models this small every further thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import gc
 import io
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from tests.support.checkpoints import qwen3_config
 from tests.support.families import find_decorated, make_config, make_model
 from tests.support.logits import check_logits, collect_logits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAMILIES: dict[
     str, tuple[dict[str, Any], bool, bool]
 ] = {  # -> changes of the config; fused (in, out)?; g0 u0 g1 u1 ...?
@@ -56,15 +58,6 @@ REFUSED = {  # family -> changes, words; the same as load's where it gets that f
     "muse_spark": (REFUSED_FAMILIES["muse_spark"][0], "MuseSparkExperts: a norm after each expert"),
     "nemotron_h": ({}, "NemotronHExperts has no gate_up_proj"),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """For models this small every further thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

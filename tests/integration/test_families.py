@@ -5,7 +5,6 @@ Random small models are saved by transformers and loaded by us, so the names of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ import freetoken
 from freetoken.errors import CheckpointError, FreeTokenError, UnsupportedError
 from tests.support.families import find_decorated, make_config, make_model
 from tests.support.logits import check_logits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 QWEN4 = HYBRID | {
@@ -135,15 +136,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FreeTokenError], str]] = {  # besi
 }
 NOT_ALONE = {"diffusion_gemma", "qwen3_omni_moe_thinker"}
 """No model that gives the next token by itself: a block diffusion, and a part of what is only saved as a whole."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """For models this small every further thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_tables_name_every_family() -> None:

@@ -24,6 +24,8 @@ from tests.support.checkpoints import MODELOPT, compressed_fp8, compressed_tenso
 from tests.support.logits import check_logits
 from tests.support.oracle import Weights, dequantize_matrix
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK = (24, 128)
 SECTIONS: dict[str, dict[str, Any]] = {
     "modelopt": MODELOPT,

@@ -21,11 +21,14 @@ class Comparison:
         return statistics.median(b / s for s, b in zip(self.seconds[side], self.seconds[base], strict=True))
 
 
-def compare(sides: Mapping[str, Callable[[], object]], rounds: int) -> Comparison:
-    """Time each side `rounds` times, taking turns, after one untimed round."""
+def compare(
+    sides: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], object] = lambda: None
+) -> Comparison:
+    """Time each side `rounds` times, taking turns, after one untimed round. before: called before each, untimed."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, run in sides.items():
+            before()
             start = time.perf_counter()
             run()
             if number:

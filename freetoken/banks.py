@@ -5,7 +5,7 @@ They lend views and never copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,12 +63,12 @@ class Bank:
 
     def put(self, index: int, expert: Expert) -> None:
         """Write one expert's record; raises `FormatError` when it does not fit the layout."""
-        self.fill(index, lambda record: self.layout.pack(expert, record))
-
-    def fill(self, index: int, write: Callable[[NDArray[np.uint8]], object]) -> None:
-        """Have `write` put one expert's bytes into its record (in a shared bank: check them); present if it returns."""
-        write(self.records[index])
+        self.layout.pack(expert, self.records[index])
         self._present[index] = True
+
+    def mark(self, experts: Iterable[int]) -> None:
+        """Say that the records of these experts are complete, by whoever wrote or checked them in `records`."""
+        self._present[list(experts)] = True
 
     def get(self, index: int) -> Expert:
         """The expert read back from its record (views where the layout allows)."""

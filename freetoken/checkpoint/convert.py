@@ -22,8 +22,9 @@ from freetoken import __version__
 from freetoken.checkpoint.beside import Beside, file_checksum, stored_beside, write_safetensors
 from freetoken.checkpoint.experts import ExpertScan, LayerExperts
 from freetoken.checkpoint.inspect import check_config
+from freetoken.checkpoint.jobs import run_jobs
 from freetoken.checkpoint.journal import Journal, partial_folder
-from freetoken.checkpoint.load import run_jobs, write_record
+from freetoken.checkpoint.load import write_records
 from freetoken.checkpoint.records import HEADER_BYTES, KIND, MANIFEST, VERSION, BankFile, bank_name
 from freetoken.checkpoint.write import deal_out, free_place, require_space, write_at, write_error, write_index
 from freetoken.errors import CheckpointError, FormatError
@@ -230,7 +231,7 @@ class _BankWriter:
     def write(self, expert: int) -> bool:
         """Write one record; True when it was the last, and the file is on the disk and read-only."""
         record = np.empty(self.bank.layout.nbytes, np.uint8)
-        write_record(self.group, expert, self.bank.layout, record)
+        write_records(self.group, [expert], self.bank.layout, record[None])
         self.checksums[expert] = _checksum(record.data)
         with self._lock:
             if self._fd < 0:

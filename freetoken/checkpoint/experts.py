@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freetoken.checkpoint.jobs import run_jobs
 from freetoken.checkpoint.quantization import Quantization
 from freetoken.checkpoint.safetensors import Checkpoint, TensorInfo
+from freetoken.checkpoint.strips import StoredExpert, StoredRows, look_alarming
 from freetoken.errors import CheckpointError, FormatError
 from freetoken.formats.base import Format, Matrix, ScaleBlock, Scales, Spelling
 from freetoken.formats.codes import bf16_to_fp32
@@ -94,6 +96,10 @@ class LayerExperts(ABC):
     def read(self, expert: int) -> Expert:
         """One expert; raises `CheckpointError` naming file and tensor when a scale or weight is no number."""
 
+    def stored(self, expert: int) -> StoredExpert | None:
+        """One expert as its files hold it, where its bytes only have to be permuted; else None."""
+        return None
+
     @abstractmethod
     def check_scales(self) -> None:
         """Read every scale (not the codes) and refuse what cannot be one, before anything is allocated."""
@@ -127,14 +133,88 @@ class ExpertGroup(LayerExperts):
     def read(self, expert: int) -> Expert:
         return self._read_fused(expert) if self.fused else self._read_separate(expert)
 
+    def stored(self, expert: int) -> StoredExpert | None:
+        if self.transposed:
+            return None
+        rows, factors, biases = [], [], []
+        for projection in ("gate_up_proj", "down_proj") if self.fused else ("gate_proj", "up_proj", "down_proj"):
+            parts = self.parts[-1 if self.fused else expert, projection]
+            if parts[self.written.suffix("codes")].dtype in ("F16", "F32"):
+                return None
+            rows += self._stored_rows(parts, projection, expert)
+            factors.append(self._factors[-1 if self.fused else expert, projection])
+            biases.append(self._bias(parts, expert))
+        if self.fused:
+            first, second = gate_and_up_rows(self.interleaved, self.intermediate)
+            both = biases[0]
+            biases[:1] = [None, None] if both is None else [both[first], both[second]]
+            factors.insert(0, factors[0])
+        return StoredExpert(
+            tuple(rows), (factors[0], factors[1], factors[2]), self.written.spelling.divides,
+            (biases[0], biases[1], biases[2]),
+        )  # fmt: skip
+
+    def _stored_rows(self, parts: Parts, projection: str, expert: int) -> list[StoredRows]:
+        """One matrix; a fused gate and up as the two that it is, or as one whose rows alternate."""
+        matrix = projection.removesuffix("_proj")
+        names = ("gate", "up") if matrix == "gate_up" and not self.interleaved else (matrix,)
+        codes, scales, values = parts[self.written.suffix("codes")], None, None
+        if self.format.scale_dtype is not None:
+            info = parts[self.written.suffix("scales")]
+            if self.format.keeps_scales:
+                scales = info
+            else:
+                values = self._scales(parts, projection, expert)
+                assert values is not None
+
+        def start(info: TensorInfo, number: int) -> int:
+            """Where the rows of the name with a number begin."""
+            nbytes = info.nbytes // self.n_experts if self.fused else info.nbytes
+            return info.offset + (expert * nbytes if self.fused else 0) + number * (nbytes // len(names))
+
+        return [
+            StoredRows(
+                name,
+                codes,
+                start(codes, number),
+                scales,
+                0 if scales is None else start(scales, number),
+                None if values is None else values[number * len(values) // len(names) :],
+            )
+            for number, name in enumerate(names)
+        ]
+
+    @cached_property
+    def _factors(self) -> dict[tuple[int, str], float]:
+        """The global scale of every matrix. All at once: there are thousands, they are small and lie together."""
+        if "global" not in self.written.spelling.tensors:
+            return dict.fromkeys(self.parts, 1.0)
+        suffix = self.written.suffix("global")
+        values = self.checkpoint.read_together([parts[suffix].name for parts in self.parts.values()])
+        return {key: float(value.reshape(-1)[0]) for key, value in zip(self.parts, values, strict=True)}
+
     def check_scales(self) -> None:
         """Read every scale and bias (not the codes) and refuse what is no number, before anything is allocated."""
+        clean = self._scales_look_clean()
         for (expert, projection), parts in self.parts.items():
+            if clean and "bias" not in parts:
+                continue
             for e in [expert] if expert >= 0 else range(self.n_experts):
                 self._bias(parts, e)
-                scales = self._scales(parts, projection, e)
+                scales = None if clean else self._scales(parts, projection, e)
                 if scales is not None:
                     _check_scales(self.written, parts, scales, self.checkpoint)
+
+    def _scales_look_clean(self) -> bool:
+        """Whether a quick look finds nothing; if it does, each matrix has to be checked by itself."""
+        fmt = self.format
+        if fmt.scale_dtype is None:
+            return True
+        if not fmt.keeps_scales or any(
+            fmt.find_bad_global(f, self.written.spelling.divides) for f in self._factors.values()
+        ):
+            return False
+        return not look_alarming([parts[self.written.suffix("scales")] for parts in self.parts.values()], fmt)
 
     def _read_separate(self, expert: int) -> Expert:
         matrices, biases = {}, {}
@@ -275,15 +355,18 @@ class ExpertScan:
         experts = self.expert_tensors
         return [info for name, info in self.checkpoint.tensors.items() if name not in experts]
 
-    def check_scales(self, on_checked: Callable[[int], object] = lambda n: None) -> None:
+    def check_scales(self, on_checked: Callable[[int], object] = lambda n: None, threads: int = 1) -> None:
         """Read every scale, of experts and of the dense part, and refuse what is no number.
 
         on_checked is called with the number of parts just checked, of `scale_parts` in all.
         """
-        parts: tuple[LayerExperts | QuantizedDense, ...] = (*self.groups, *self.dense)
-        for part in parts:
+
+        def check(part: LayerExperts | QuantizedDense) -> None:
             part.check_scales()
             on_checked(1)
+
+        parts: list[LayerExperts | QuantizedDense] = [*self.groups, *self.dense]
+        run_jobs(check, parts, threads)
 
     @property
     def scale_parts(self) -> int:

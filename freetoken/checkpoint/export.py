@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from freetoken import formats
 from freetoken.checkpoint.experts import ExpertGroup, ExpertScan, LayerExperts, QuantizedDense, gate_and_up_rows
 from freetoken.checkpoint.inspect import check_config
+from freetoken.checkpoint.jobs import run_jobs
 from freetoken.checkpoint.journal import new_folder
-from freetoken.checkpoint.load import requantize, requantize_expert, run_jobs
+from freetoken.checkpoint.load import requantize, requantize_expert
 from freetoken.checkpoint.records import MANIFEST, RecordExperts
 from freetoken.checkpoint.safetensors import TensorInfo
 from freetoken.checkpoint.write import NewTensor, TensorFiles, side_files, write_config

@@ -25,6 +25,7 @@ from freetoken.checkpoint.gguf import GgufCheckpoint, gguf_package
 from freetoken.checkpoint.gguf_config import ARCHITECTURES
 from freetoken.checkpoint.quantization import Quantization, Scheme, for_all
 from freetoken.checkpoint.safetensors import TensorInfo
+from freetoken.checkpoint.strips import StoredExpert, StoredRows
 from freetoken.errors import CheckpointError, UnsupportedError
 from freetoken.formats import mxfp4, q4_0, q8_0
 from freetoken.formats.base import Format, Matrix
@@ -78,15 +79,11 @@ class GgufExperts(LayerExperts):
 
     def read(self, expert: int) -> Expert:
         matrices: dict[str, Matrix] = {}
-        biases: dict[str, NDArray[np.float32]] = {}
+        biases = self._biases(expert)
         for name, info in self.weights.items():
             rows = self.checkpoint.read_bytes(info.name, expert).reshape(info.shape[1], -1)
             for part, taken in self._parts(name):
                 matrices[part] = self._matrix(info, rows[taken], expert)
-        for name, info in self.biases.items():
-            values = _values(info, self.checkpoint.read_bytes(info.name, expert)[None], expert, 0)[0]
-            for part, taken in self._parts(name):
-                biases[part] = values[taken]
         return Expert(
             matrices["gate"],
             matrices["up"],
@@ -95,6 +92,27 @@ class GgufExperts(LayerExperts):
             biases.get("up"),
             biases.get("down"),
         )
+
+    def _biases(self, expert: int) -> dict[str, NDArray[np.float32]]:
+        biases: dict[str, NDArray[np.float32]] = {}
+        for name, info in self.biases.items():
+            values = _values(info, self.checkpoint.read_bytes(info.name, expert)[None], expert, 0)[0]
+            for part, taken in self._parts(name):
+                biases[part] = values[taken]
+        return biases
+
+    def stored(self, expert: int) -> StoredExpert | None:
+        if any(_exact_format(info) is not self.format for info in self.weights.values()):
+            return None
+        biases = self._biases(expert)
+        rows = []
+        for name, info in self.weights.items():
+            nbytes = info.nbytes // self.n_experts
+            for part, taken in self._parts(name):
+                start = info.offset + expert * nbytes + (taken.start or 0) * (nbytes // info.shape[1])
+                # ggml's blocks are a scale and then codes, those of 4 bits in halves
+                rows.append(StoredRows(part, info, start, halves=self.format.bits == 4))
+        return StoredExpert(tuple(rows), biases=(biases.get("gate"), biases.get("up"), biases.get("down")))
 
     def _parts(self, name: str) -> tuple[tuple[str, slice], ...]:
         """Projection and its rows, of a tensor."""

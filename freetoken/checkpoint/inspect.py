@@ -13,6 +13,7 @@ from freetoken import settings
 from freetoken.checkpoint.experts import ExpertScan, LayerExperts
 from freetoken.checkpoint.open import open_any, scan_any
 from freetoken.checkpoint.safetensors import Checkpoint
+from freetoken.checkpoint.strips import working_bytes
 from freetoken.errors import CheckpointError, FreeTokenError
 from freetoken.formats.base import Format
 from freetoken.memory import budget, guard
@@ -190,14 +191,17 @@ def needed_bytes(found: ExpertScan, fmt: Format | None = None, width: int = 2) -
 def transient_bytes(found: ExpertScan, fmt: Format | None = None) -> int:
     """What one thread holds at most beside the banks while it brings an expert from the file into its record.
 
-    Its tensors; once and a half times these or the record, whichever is larger, where gate and up are parted and put
-    in order, or new matrices are made and go into tiles; and strips of numbers in fp32.
+    What permuting takes, if that is all that is to be done; and what reading and packing takes where it is not, or
+    where a number looked damaged: the expert's tensors; once and a half times these or the record, whichever is larger,
+    where gate and up are parted and put in order, or new matrices are made and go into tiles; and strips of numbers in
+    fp32.
     """
 
     def of(group: LayerExperts) -> int:
         layout, source = group.layout(fmt), group.nbytes // group.n_experts
         strip = max(layout.format.strip_rows(k) * k for k in (layout.hidden, layout.intermediate))
-        return source + 3 * max(source, layout.nbytes) // 2 + strip * _STRIP_BYTES
+        permuting = working_bytes(layout) if layout.format is group.format else 0
+        return permuting + source + 3 * max(source, layout.nbytes) // 2 + strip * _STRIP_BYTES
 
     return max(of(group) for group in found.groups)
 

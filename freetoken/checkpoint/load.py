@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -12,13 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freetoken.banks import Bank, LayerBank, ShardedBank
+from freetoken.checkpoint.experts import LayerExperts
+from freetoken.checkpoint.jobs import run_jobs
 from freetoken.checkpoint.records import RecordExperts
 from freetoken.checkpoint.safetensors import reuse_buffers
+from freetoken.checkpoint.strips import BATCH_BYTES, StoredExpert, write_stored
 from freetoken.formats.base import Format, Matrix
 from freetoken.formats.record import Expert, RecordLayout
 from freetoken.memory.placement import Placement, bind_thread
 
-Job = TypeVar("Job")
+T = TypeVar("T")
 
 
 class ExpertSource(Protocol):
@@ -46,13 +49,34 @@ def requantize_expert(expert: Expert, fmt: Format) -> Expert:
     )
 
 
-def write_record(source: ExpertSource, expert: int, layout: RecordLayout, out: NDArray[np.uint8]) -> None:
-    """One expert's record into `out` (nbytes,): as it lies in a converted checkpoint, else re-quantized and packed."""
-    if isinstance(source, RecordExperts) and source.format is layout.format:
-        source.read_record(expert, out)
-    else:
-        with reuse_buffers():
-            layout.pack(requantize_expert(source.read(expert), layout.format), out)
+def write_records(source: ExpertSource, experts: Sequence[int], layout: RecordLayout, out: NDArray[np.uint8]) -> None:
+    """Records of experts into `out` (len(experts), nbytes) uint8.
+
+    They are taken as they lie in a converted checkpoint; permuted where they lie in the format of the layout; else
+    re-quantized, one after the other.
+    """
+    stored = find_stored(source, experts, layout)
+    if stored is not None and write_stored(stored, layout, layout, 0, out):
+        return
+    for expert, record in zip(experts, out, strict=True):
+        if isinstance(source, RecordExperts) and source.format is layout.format:
+            source.read_record(expert, record)
+        else:
+            with reuse_buffers():
+                layout.pack(requantize_expert(source.read(expert), layout.format), record)
+
+
+def find_stored(source: ExpertSource, experts: Iterable[int], layout: RecordLayout) -> list[StoredExpert] | None:
+    """The experts as their files hold them, where records of that layout are permutations of their bytes; else None."""
+    if not isinstance(source, LayerExperts) or source.format is not layout.format:
+        return None
+    stored = []
+    for expert in experts:
+        found = source.stored(expert)
+        if found is None:
+            return None
+        stored.append(found)
+    return stored
 
 
 def requantize(matrix: Matrix, fmt: Format) -> Matrix:
@@ -78,28 +102,54 @@ def fill_banks(
     nodes = {shard.node for bank, _ in pairs for shard in bank.shards if shard.node is not None}
     near = {node: cpus for node in nodes if placement is not None and (cpus := placement.cpus_of(node))}
 
-    def write(bank: Bank, expert: int, source: ExpertSource) -> None:
+    def write(bank: Bank, experts: range, source: ExpertSource) -> None:
         if isinstance(source, RecordExperts) and bank.shared:
-            bank.fill(expert, partial(source.verify, expert))
+            for expert in experts:
+                source.verify(expert, bank.records[expert])
         else:
-            bank.fill(expert, partial(write_record, source, expert, bank.layout))
+            write_records(source, experts, bank.layout, bank.records[experts.start : experts.stop])
 
-    def fill(job: tuple[LayerBank, ExpertSource, int]) -> None:
-        bank, source, expert = job
-        if isinstance(bank, ShardedBank):
-            parts = bank.cut(requantize_expert(source.read(expert), bank.layout.format))
-            tasks = [partial(shard.put, expert, part) for shard, part in zip(bank.shards, parts, strict=True)]
-        else:
-            tasks = [partial(write, bank, expert, source)]
-        running: list[Future[None]] = []
+    def run(bank: LayerBank, tasks: Iterable[Callable[[], T]]) -> list[T]:
+        """One task for each shard, by a thread near its node."""
+        futures: list[Future[T]] = []
+        results: list[T] = []
         for shard, task in zip(bank.shards, tasks, strict=True):
             if shard.node in writers:
-                running.append(writers[shard.node].submit(task))
+                futures.append(writers[shard.node].submit(task))
             else:
-                task()
-        for future in running:
-            future.result()
-        on_bytes(bank.nbytes // bank.n_experts)
+                results.append(task())
+        return results + [future.result() for future in futures]
+
+    def write_shards(bank: ShardedBank, experts: range, source: ExpertSource) -> None:
+        stored = find_stored(source, experts, bank.layout)
+        if stored is not None:
+            tasks = [
+                partial(
+                    write_stored, stored, bank.layout, shard.layout, start, shard.records[experts.start : experts.stop]
+                )
+                for shard, (start, _) in zip(bank.shards, bank.bounds, strict=True)
+            ]
+            if all(run(bank, tasks)):
+                return
+        for expert in experts:
+            parts = bank.cut(requantize_expert(source.read(expert), bank.layout.format))
+            run(
+                bank,
+                [
+                    partial(shard.layout.pack, part, shard.records[expert])
+                    for shard, part in zip(bank.shards, parts, strict=True)
+                ],
+            )
+
+    def fill(job: tuple[LayerBank, ExpertSource, range]) -> None:
+        bank, source, experts = job
+        if isinstance(bank, ShardedBank):
+            write_shards(bank, experts, source)
+        else:
+            run(bank, [partial(write, bank, experts, source)])
+        for shard in bank.shards:
+            shard.mark(experts)
+        on_bytes(bank.nbytes // bank.n_experts * len(experts))
 
     with ExitStack() as stack:
         writers = {
@@ -109,17 +159,12 @@ def fill_banks(
             for node, cpus in near.items()
         }
         run_jobs(
-            fill, [(bank, source, expert) for bank, source in pairs for expert in range(source.n_experts)], threads
+            fill, [(bank, source, some) for bank, source in pairs for some in _batches(bank, source, threads)], threads
         )
 
 
-def run_jobs(run: Callable[[Job], object], jobs: Iterable[Job], threads: int) -> None:
-    """Run all jobs with `threads` threads, started in order; the first error stops the rest and is raised."""
-    with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="freetoken-load") as pool:
-        futures = [pool.submit(run, job) for job in jobs]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+def _batches(bank: LayerBank, source: ExpertSource, threads: int) -> list[range]:
+    """The experts of a layer, some at a time: few enough for every thread to have some."""
+    of_expert = max(1, bank.nbytes // bank.n_experts)
+    n = max(1, min(BATCH_BYTES // of_expert, source.n_experts // (4 * threads)))
+    return [range(start, min(start + n, source.n_experts)) for start in range(0, source.n_experts, n)]

@@ -12,7 +12,7 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -49,6 +49,7 @@ _ITEM_BYTES = {name: np.dtype(bits).itemsize for name, bits in DTYPES.items()}
 
 _MAX_HEADER = 100_000_000  # the format's own limit; the index of 130,000 tensors takes 13 MB
 _MAX_SIZE = 2**63
+_NEAR = 1 << 14  # bytes from one small tensor to the next that are read rather than skipped
 _MAX_NAME = 1024  # as for GGUF
 _MAX_DIMS = 8  # those of experts have 4 at most; NumPy allows 64 and fails at more
 INDEX = "model.safetensors.index.json"
@@ -110,6 +111,25 @@ class Checkpoint:
         data = take(nbytes)
         read_exactly(info, offset, data)
         return data
+
+    def read_together(self, names: Sequence[str]) -> list[NDArray[Any]]:
+        """The raw bits of many small tensors, in as few reads as their places in the files allow."""
+        infos = sorted((self.tensors[name] for name in names), key=attrgetter("file", "offset"))
+        runs: list[list[TensorInfo]] = []
+        for info in infos:
+            last = runs[-1][-1] if runs else None
+            if last is None or last.file != info.file or info.offset - last.offset > _NEAR:
+                runs.append([])
+            runs[-1].append(info)
+        found: dict[str, NDArray[Any]] = {}
+        for run in runs:
+            start = run[0].offset
+            data = np.empty(max(info.offset + info.nbytes for info in run) - start, np.uint8)
+            read_exactly(run[0], start, data)
+            for info in run:
+                bits = data[info.offset - start :][: info.nbytes].copy()
+                found[info.name] = bits.view(DTYPES[info.dtype]).reshape(info.shape)
+        return [found[name] for name in names]
 
 
 class _Buffers(threading.local):
@@ -344,13 +364,16 @@ def read_exactly(info: TensorInfo, offset: int, out: NDArray[np.uint8]) -> None:
             while view.nbytes:
                 got = stream.readinto(view)
                 if not got:
-                    raise CheckpointError(
-                        f"{info.file} ended while tensor {info.name!r} was read; it changed or is truncated",
-                        file=str(info.file),
-                        tensor=info.name,
-                    )
+                    raise read_error(info)
                 view = view[got:]
     except OSError as error:
-        raise CheckpointError(
-            f"{info.file}: tensor {info.name!r} cannot be read: {error.strerror}", file=str(info.file), tensor=info.name
-        ) from error
+        raise read_error(info, error) from error
+
+
+def read_error(info: TensorInfo, error: OSError | None = None) -> CheckpointError:
+    """What to raise when a tensor cannot be read, by the system's error or, without one, because its file ended."""
+    if error is None:
+        what = f"{info.file} ended while tensor {info.name!r} was read; it changed or is truncated"
+    else:
+        what = f"{info.file}: tensor {info.name!r} cannot be read: {error.strerror}"
+    return CheckpointError(what, file=str(info.file), tensor=info.name)

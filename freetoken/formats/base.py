@@ -96,10 +96,16 @@ class Format(ABC):
     block: ClassVar[int]
     """Weights along K that share a scale (for a format without scales: the weights of one line)."""
     scale_dtype: ClassVar[type[np.uint8] | type[np.uint16] | type[np.uint32] | None]
+    keeps_scales: ClassVar[bool] = True
+    """Whether a `Matrix` has the very scales that checkpoints give, one for a row and block."""
     ragged: ClassVar[bool] = False
     """Whether the last block along K may be shorter than the others, by whole lines."""
     row_group: ClassVar[int] = 1
     """Rows that quantize wants at once because they share scales."""
+    code_alarm: ClassVar[int] = 0
+    """A code that has all these bits is no number; 0 where every code is one."""
+    scale_alarms: ClassVar[tuple[int, ...]] = ()
+    """The same of scales: having all bits of one of these, a scale may be wrong, and `find_bad` decides."""
     kernels: ClassVar[str]
     """Whose CPU tiles read it, those of `freetoken.kernels._tile_<kernels>`: formats of one layout share them."""
     spellings: ClassVar[tuple[Spelling, ...]]
@@ -223,7 +229,14 @@ class Format(ABC):
 
     @abstractmethod
     def find_bad(self, matrix: Matrix) -> str | None:
-        """What in the scales cannot be a weight (NaN, infinite or zero where that is no number), or None."""
+        """What in codes, scales and global cannot be a weight (NaN, infinite, zero where that is no number), or None.
+
+        Codes or scales without any alarm bits are all right.
+        """
+
+    def find_bad_global(self, factor: float, divides: bool) -> str | None:
+        """The same of a global scale alone."""
+        return None
 
     def tile_bytes(self, k: int) -> int:
         """Bytes of one tile of 16 rows and k columns."""

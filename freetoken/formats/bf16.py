@@ -16,6 +16,7 @@ class BF16(Format):
     bits = 16
     block = 2
     scale_dtype = None
+    code_alarm = 0x7F80
     kernels = "bf16"
     spellings = (Spelling("plain", {"codes": ("weight", ("BF16", "F16", "F32"))}),)
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 # Value of each 4-bit code; bit 3 is the sign. Doubled, all are small integers.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 E8M0_NAN = 255
+FP16_ALARM = 0x7C00
+"""Bits that NaN and infinite fp16 have, all of them, and no other."""
 _ONE, _E2M1_LARGEST = np.array([1, 6], np.float32).view(np.uint32)
 
 
@@ -102,7 +104,7 @@ def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def find_bad_fp16(scales: NDArray[np.generic]) -> str | None:
     """The first row of fp16 scales (N, blocks), given as bits, that holds a NaN or an infinity, in words; or None."""
     bits = np.ascontiguousarray(scales).view(np.uint16)
-    bad = np.flatnonzero(((bits & 0x7C00) == 0x7C00).any(axis=1))
+    bad = np.flatnonzero(((bits & FP16_ALARM) == FP16_ALARM).any(axis=1))
     return f"row {bad[0]} has a NaN or infinite block scale" if bad.size else None
 
 

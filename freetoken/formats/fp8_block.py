@@ -30,8 +30,10 @@ class FP8Block(Format):
     bits = 8
     block = _BLOCK
     scale_dtype = np.uint32
+    keeps_scales = False
     ragged = True
     row_group = _BLOCK
+    code_alarm = 0x7F
     kernels = "fp8_block"
     spellings = tuple(
         Spelling(

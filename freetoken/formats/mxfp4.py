@@ -26,6 +26,7 @@ class MXFP4(Format):
     bits = 4
     block = 32
     scale_dtype = np.uint8
+    scale_alarms = (E8M0_NAN,)
     kernels = "mxfp4"
     spellings: ClassVar[tuple[Spelling, ...]] = (
         Spelling(

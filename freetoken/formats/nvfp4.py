@@ -18,6 +18,7 @@ from freetoken.formats.codes import E2M1, E4M3, fit_e2m1, fp32_to_e4m3, unpack_n
 _SMALLEST = np.float32(2.0**-117)
 """Global factors from here up: times e4m3's smallest scale of 2**-9 they are normal numbers, so steps divide safely."""
 _E4M3_LARGEST = 0x7E
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class NVFP4(Format):
@@ -27,6 +28,7 @@ class NVFP4(Format):
     bits = 4
     block = 16
     scale_dtype = np.uint8
+    scale_alarms = (0x7F, 0x80)
     kernels = "nvfp4"
     spellings = (
         Spelling(
@@ -83,11 +85,9 @@ class NVFP4(Format):
 
     def find_bad(self, matrix: Matrix) -> str | None:
         assert matrix.scales is not None
-        if not math.isfinite(matrix.global_scale) or matrix.global_scale <= 0:
-            return f"its global scale is {matrix.global_scale}; a positive finite number is expected"
-        factor = 1 / matrix.global_scale if matrix.divides else matrix.global_scale
-        if factor * 6 * 448 > np.finfo(np.float32).max:
-            return f"its global scale of {matrix.global_scale} makes weights that no fp32 holds"
+        bad_global = self.find_bad_global(matrix.global_scale, matrix.divides)
+        if bad_global:
+            return bad_global
         if matrix.scales.max(initial=0) < 0x7F:
             return None
         bad = np.flatnonzero(((matrix.scales & 0x7F) == 0x7F).any(axis=1))
@@ -95,6 +95,13 @@ class NVFP4(Format):
             return f"row {bad[0]} has a NaN block scale"
         bad = np.flatnonzero((matrix.scales > 0x80).any(axis=1))
         return f"row {bad[0]} has a negative block scale" if bad.size else None
+
+    def find_bad_global(self, factor: float, divides: bool) -> str | None:
+        if not math.isfinite(factor) or factor <= 0:
+            return f"its global scale is {factor}; a positive finite number is expected"
+        if (1 / factor if divides else factor) * 6 * 448 > _LARGEST:
+            return f"its global scale of {factor} makes weights that no fp32 holds"
+        return None
 
 
 FORMAT = NVFP4()

@@ -9,7 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freetoken.formats.base import Format, Matrix
-from freetoken.formats.codes import find_bad_fp16, halves_to_pairs, pack_nibbles, split_blocks, unpack_nibbles
+from freetoken.formats.codes import (
+    FP16_ALARM,
+    find_bad_fp16,
+    halves_to_pairs,
+    pack_nibbles,
+    split_blocks,
+    unpack_nibbles,
+)
 
 
 class Q4_0(Format):
@@ -19,6 +26,7 @@ class Q4_0(Format):
     bits = 4
     block = 32
     scale_dtype = np.uint16
+    scale_alarms = (FP16_ALARM,)
     kernels = "q4_0"
     spellings = ()
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freetoken.formats.base import Format, Matrix
-from freetoken.formats.codes import find_bad_fp16, split_blocks
+from freetoken.formats.codes import FP16_ALARM, find_bad_fp16, split_blocks
 
 
 class Q8_0(Format):
@@ -16,6 +16,7 @@ class Q8_0(Format):
     bits = 8
     block = 32
     scale_dtype = np.uint16
+    scale_alarms = (FP16_ALARM,)
     kernels = "q8_0"
     spellings = ()
 

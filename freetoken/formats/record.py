@@ -44,17 +44,20 @@ class Expert:
 
     def shard(self, start: int, stop: int) -> Expert:
         """The small expert of intermediate rows [start, stop); only the shard at 0 keeps the down bias."""
-        down_bias = self.down_bias
-        if down_bias is not None and start:
-            down_bias = np.zeros_like(down_bias)
-        return Expert(
-            self.gate.rows(start, stop),
-            self.up.rows(start, stop),
-            self.down.columns(start, stop),
-            None if self.gate_bias is None else self.gate_bias[start:stop],
-            None if self.up_bias is None else self.up_bias[start:stop],
-            down_bias,
-        )
+        biases = shard_biases((self.gate_bias, self.up_bias, self.down_bias), start, stop)
+        return Expert(self.gate.rows(start, stop), self.up.rows(start, stop), self.down.columns(start, stop), *biases)
+
+
+Biases = tuple[NDArray[np.float32] | None, NDArray[np.float32] | None, NDArray[np.float32] | None]
+"""Of gate, up and down."""
+
+
+def shard_biases(biases: Biases, start: int, stop: int) -> Biases:
+    """Those of the shard of intermediate rows [start, stop)."""
+    gate, up, down = biases
+    if down is not None and start:
+        down = np.zeros_like(down)
+    return None if gate is None else gate[start:stop], None if up is None else up[start:stop], down
 
 
 def shard_bounds(fmt: Format, intermediate: int, parts: int, step: int = 1) -> list[tuple[int, int]]:
@@ -132,17 +135,28 @@ class RecordLayout:
         self.format.pack(expert.gate, pairs[:, 0])
         self.format.pack(expert.up, pairs[:, 1])
         self.format.pack(expert.down, self._view(out, "down").reshape(self.down_tiles, -1))
+        factors = expert.gate.global_scale, expert.up.global_scale, expert.down.global_scale
+        divides = expert.gate.divides, expert.down.divides
+        self.pack_rest(out, factors, divides, (expert.gate_bias, expert.up_bias, expert.down_bias))
+
+    def pack_rest(
+        self,
+        out: NDArray[np.uint8],
+        factors: tuple[float, float, float],
+        divides: tuple[bool, bool],
+        biases: Biases,
+    ) -> None:
+        """Write all but the tiles: global scales of gate, up and down; whether the first two, and the last, divide."""
         down, size = self.sections["down"]
         out[self.sections["gate_up"][1] : down] = 0  # what follows the tiles is not written whole
         out[down + size :] = 0
-        self._write_globals(out, "gate_up_globals", expert.gate, expert.up)
-        self._write_globals(out, "down_globals", expert.down, None)
+        self._write_globals(out, "gate_up_globals", factors[0], factors[1], divides[0])
+        self._write_globals(out, "down_globals", factors[2], 1.0, divides[1])
         if self.bias:
-            assert expert.gate_bias is not None and expert.up_bias is not None and expert.down_bias is not None
             gate_up = self._view(out, "gate_up_bias").view(np.float32).reshape(2, -1)
-            gate_up[0, : self.intermediate] = expert.gate_bias
-            gate_up[1, : self.intermediate] = expert.up_bias
-            self._view(out, "down_bias").view(np.float32)[: self.hidden] = expert.down_bias
+            gate_up[0, : self.intermediate] = biases[0]
+            gate_up[1, : self.intermediate] = biases[1]
+            self._view(out, "down_bias").view(np.float32)[: self.hidden] = biases[2]
 
     def unpack(self, record: NDArray[np.uint8]) -> Expert:
         """The inverse of `pack`."""
@@ -170,12 +184,11 @@ class RecordLayout:
         offset, size = self.sections[section]
         return record[offset : offset + size]
 
-    def _write_globals(self, out: NDArray[np.uint8], section: str, first: Matrix, second: Matrix | None) -> None:
+    def _write_globals(self, out: NDArray[np.uint8], section: str, first: float, second: float, divides: bool) -> None:
         line = self._view(out, section)
-        line[:8].view(np.float32)[...] = [first.global_scale, 1.0 if second is None else second.global_scale]
-        mode = _MODE_DIVIDE if first.divides else _MODE_MULTIPLY
-        plain = first.global_scale == 1.0 and (second is None or second.global_scale == 1.0)
-        line[8:12].view(np.int32)[...] = _MODE_NONE if plain else mode
+        line[:8].view(np.float32)[...] = [first, second]
+        mode = _MODE_DIVIDE if divides else _MODE_MULTIPLY
+        line[8:12].view(np.int32)[...] = _MODE_NONE if first == second == 1.0 else mode
 
     def _read_globals(self, record: NDArray[np.uint8], section: str) -> tuple[float, float, bool]:
         line = self._view(record, section)

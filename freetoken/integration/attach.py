@@ -24,7 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from freetoken import formats, settings, topology
 from freetoken.banks import make_bank
 from freetoken.checkpoint.experts import gate_and_up_rows
-from freetoken.checkpoint.load import fill_banks, run_jobs
+from freetoken.checkpoint.jobs import run_jobs
+from freetoken.checkpoint.load import fill_banks
 from freetoken.errors import ConfigError, FormatError, UnsupportedError
 from freetoken.executor import Activation, Executor
 from freetoken.formats.base import Format, Matrix

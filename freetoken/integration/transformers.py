@@ -158,7 +158,7 @@ def load(
     resolved = resolve_dtype(config, dtype)
     readers = require_memory(found, fmt, shared, resolved.itemsize, len(workers))
     with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
-        found.check_scales(bar.update)
+        found.check_scales(bar.update, readers)
     executor, watch = Executor(workers, resolved, machine.why(threads), where), guard.from_settings()
     tokenizer = _load_tokenizer(found.checkpoint, trust_remote_code)
     plan = LoadPlan(found, fmt)

@@ -157,7 +157,7 @@ def test_every_byte_is_reported(tmp_path: Path) -> None:
 def test_experts_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there are threads."""
     source = write_experts(tmp_path / "source", 4)
-    active, most, lock, real = 0, 0, threading.Lock(), convert_module.write_record
+    active, most, lock, real = 0, 0, threading.Lock(), convert_module.write_records
 
     def write(*args: Any) -> None:
         nonlocal active, most
@@ -169,7 +169,7 @@ def test_experts_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with lock:
             active -= 1
 
-    monkeypatch.setattr(convert_module, "write_record", write)
+    monkeypatch.setattr(convert_module, "write_records", write)
     convert_folder(source, tmp_path / "m", threads=3)
     assert most == 3
 
@@ -258,13 +258,13 @@ def test_a_source_that_is_damaged_leaves_nothing(tmp_path: Path, threads: int) -
 
 
 def test_a_source_that_changes_meanwhile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, real = write_qwen3(tmp_path / "source"), convert_module.write_record
+    source, real = write_qwen3(tmp_path / "source"), convert_module.write_records
 
     def write(*args: Any) -> None:
         os.utime(source / "model.safetensors", ns=(1, 1))
         real(*args)
 
-    monkeypatch.setattr(convert_module, "write_record", write)
+    monkeypatch.setattr(convert_module, "write_records", write)
     with pytest.raises(CheckpointError, match="was changed while it was converted"):
         convert_folder(source, tmp_path / "m")
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
@@ -351,7 +351,7 @@ def slow(real):
         time.sleep(0.03)
         return result
     return write
-convert.write_record = slow(convert.write_record)
+convert.write_records = slow(convert.write_records)
 for kind in (export._Packed, export._Plain):
     kind.requantize_expert = slow(kind.requantize_expert)
 sys.exit(main(["convert", *sys.argv[1:], "--threads", "1"]))
@@ -377,13 +377,13 @@ def wait_for_banks(partial: Path, count: int, process: subprocess.Popen[str]) ->
 def count_records(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prefix of each record written from here on."""
     seen: list[str] = []
-    real = convert_module.write_record
+    real = convert_module.write_records
 
     def write(group: Any, expert: int, *rest: Any) -> None:
         seen.append(group.prefix)
         real(group, expert, *rest)
 
-    monkeypatch.setattr(convert_module, "write_record", write)
+    monkeypatch.setattr(convert_module, "write_records", write)
     return seen
 
 

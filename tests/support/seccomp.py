@@ -1,4 +1,4 @@
-"""Makes the kernel refuse memory policies to a thread, as container runtimes do by default to all."""
+"""Makes the kernel refuse calls to a thread, as container runtimes do memory policies by default to all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import errno
 import platform
 import struct
+from collections.abc import Sequence
 
 CALLS = {"x86_64": (237, 238, 239, 256, 279), "aarch64": (235, 236, 237, 238, 239)}
 """mbind, set_mempolicy, get_mempolicy, migrate_pages and move_pages."""
@@ -16,8 +17,12 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 
 def refuse_policies(number: int = errno.EPERM) -> None:
-    """From here on, in this thread and for good: those calls fail with an errno. Raises OSError if that cannot be."""
-    calls = CALLS[platform.machine()]
+    """As `refuse_calls`, those in `CALLS`."""
+    refuse_calls(CALLS[platform.machine()], number)
+
+
+def refuse_calls(calls: Sequence[int], number: int) -> None:
+    """From here on, in this thread and for good: these calls fail with an errno. Raises OSError if that cannot be."""
     program = [(_LOAD, 0, 0, 0)]  # the number of the call
     program += [(_JUMP_IF_EQUAL, len(calls) - n, 0, call) for n, call in enumerate(calls)]
     program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | number)]

@@ -1,4 +1,4 @@
-"""Reads rows of files strip by strip into memory that stays in the cache, and writes them as tiles. No GIL meanwhile."""
+"""Reads rows of files strip by strip into memory that stays in the cache, and writes them as tiles, without the GIL."""
 cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint32_t
 from libc.stdlib cimport calloc, free
@@ -81,13 +81,14 @@ cdef int write_piece(
     cdef const uint8_t *scales = NULL
     cdef const uint8_t *code_rows[FT_ROWS]
     cdef const uint8_t *scale_rows[FT_ROWS]
-    cdef int64_t group = FT_ROWS * piece.step, first = 0, strip, n, i, g, row
+    cdef int64_t group = FT_ROWS * piece.step, first = 0, start, strip, n, i, g, row
     cdef int64_t of_strip = max(STRIP_BYTES // (group * piece.codes.row_bytes), 1) * group
     cdef int error, r, matrix
     while first < piece.rows:
         strip = min(of_strip, piece.rows - first)
         # What is left of the last direct read is used before the next one.
-        if windows[0].file == piece.codes.file and windows[0].start <= piece.codes.offset + first * piece.codes.row_bytes:
+        start = piece.codes.offset + first * piece.codes.row_bytes
+        if windows[0].file == piece.codes.file and windows[0].start <= start:
             n = (windows[0].stop - piece.codes.offset) // piece.codes.row_bytes - first
             if n >= group:
                 strip = min(strip, n - n % group)
@@ -229,7 +230,7 @@ cdef class Reader:
         ENDED; whether it was its scales that could not; and whether codes or scales have bits that no number has.
         """
         cdef int n = len(pieces), i, error = 0, of_scales = 0, suspicious = 0
-        cdef int64_t row_bytes = 0, strip_bytes = 0
+        cdef int64_t widest, row_bytes = 0, strip_bytes = 0
         cdef dict paths = {}
         cdef Piece *all_pieces = <Piece *> calloc(n, sizeof(Piece))
         cdef ft_file *files = <ft_file *> calloc(2 * n, sizeof(ft_file))
@@ -250,8 +251,8 @@ cdef class Reader:
                 piece.rows, piece.step, piece.tile_step = source.rows, source.step, source.tile_step
                 piece.out = &out[0] + <int64_t> source.out
                 assert source.out + source.out_bytes <= out.shape[0], "tiles end outside their record"
-                row_bytes = max(row_bytes, piece.codes.row_bytes, piece.scales.row_bytes)
-                strip_bytes = max(strip_bytes, FT_ROWS * piece.step * max(piece.codes.row_bytes, piece.scales.row_bytes))
+                widest = max(piece.codes.row_bytes, piece.scales.row_bytes)
+                row_bytes, strip_bytes = max(row_bytes, widest), max(strip_bytes, FT_ROWS * piece.step * widest)
             strip_bytes = max(strip_bytes, <int64_t> STRIP_BYTES)
             self.make_room(row_bytes, strip_bytes)
             with nogil:

@@ -1,4 +1,7 @@
-"""Large reads straight into memory, past the page cache: what is read once would push other files out of it."""
+"""Large reads straight into memory: from the page cache if all is there, else past it.
+
+What is read once would push other files out of it. `window.h` does the same for rows that become tiles.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ def read_direct(info: TensorInfo, offset: int, out: NDArray[np.uint8]) -> None:
     the file, modulo a block. The ends, everything else, and whatever a file system refuses or breaks off, are read
     plainly. Raises `CheckpointError` as `read_exactly` does.
     """
+    if _read_cached(info.file, offset, out):
+        return
     start = min(-offset % BLOCK, out.nbytes)
     stop = max(start, out.nbytes - (offset + out.nbytes) % BLOCK)
     done = start
@@ -29,6 +34,33 @@ def read_direct(info: TensorInfo, offset: int, out: NDArray[np.uint8]) -> None:
     for part in (slice(0, start), slice(done, out.nbytes)):
         if part.start < part.stop:
             read_exactly(info, offset + part.start, out[part])
+
+
+def _read_cached(file: Path, offset: int, out: NDArray[np.uint8]) -> bool:
+    """Whether all of it was there."""
+    flag = getattr(os, "RWF_NOWAIT", 0)
+    if not flag or not out.nbytes:
+        return False
+    try:
+        fd = os.open(file, os.O_RDONLY)
+    except OSError:  # as below
+        return False
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # what is asked for here must not be read ahead
+        last = out[-BLOCK:]
+        if os.preadv(fd, [last.data], offset + out.nbytes - last.nbytes, flag) < last.nbytes:
+            return False  # asking for the whole at once would bring it into the cache
+        done = 0
+        while done < out.nbytes:
+            got = os.preadv(fd, [out[done:].data], offset + done, flag)
+            if not got:
+                return False
+            done += got
+    except OSError:  # not there, or this file system does not tell
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def _read_blocks(file: Path, offset: int, out: NDArray[np.uint8]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from freetoken.checkpoint.safetensors import Checkpoint
 from freetoken.checkpoint.strips import working_bytes
 from freetoken.errors import CheckpointError, FreeTokenError
 from freetoken.formats.base import Format
+from freetoken.formats.record import RecordLayout
 from freetoken.memory import budget, guard
+from freetoken.memory.mapping import reserved_bytes
 from freetoken.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -199,30 +201,43 @@ def transient_bytes(found: ExpertScan, fmt: Format | None = None) -> int:
 
     def of(group: LayerExperts) -> int:
         layout, source = group.layout(fmt), group.nbytes // group.n_experts
-        strip = max(layout.format.strip_rows(k) * k for k in (layout.hidden, layout.intermediate))
         permuting = working_bytes(layout) if layout.format is group.format else 0
-        return permuting + source + 3 * max(source, layout.nbytes) // 2 + strip * _STRIP_BYTES
+        return permuting + source + packing_bytes(layout, source)
 
     return max(of(group) for group in found.groups)
 
 
+def packing_bytes(layout: RecordLayout, source: int) -> int:
+    """What one thread holds at most while it makes a record of an expert of so many bytes, beside these."""
+    strip = max(layout.format.strip_rows(k) * k for k in (layout.hidden, layout.intermediate))
+    return 3 * max(source, layout.nbytes) // 2 + strip * _STRIP_BYTES
+
+
 def require_memory(
-    found: ExpertScan, fmt: Format | None = None, shared: bool = False, width: int = 2, threads: int = 1
+    found: ExpertScan,
+    fmt: Format | None = None,
+    shared: bool = False,
+    width: int = 2,
+    threads: int = 1,
+    pieces: int = 1,
 ) -> int:
     """Return how many threads may read experts at once: `threads`, or fewer where memory is short.
 
     Shared banks are pages of a file, which the system drops and reads again when it has to: they are not asked for,
-    and a warning tells when they are too large to stay. width: bytes of a number of the dense part. Raises
-    `CapacityError`, naming the limit, when what is available does not suffice for one thread.
+    and a warning tells when they are too large to stay. width: bytes of a number of the dense part. pieces: in how many
+    a bank is cut. Raises `CapacityError`, naming the limit, when what is available does not suffice for one thread.
     """
     name = found.checkpoint.path.resolve().name
     banks, dense = needed_bytes(found, fmt, width)
     per_thread = 0 if shared else transient_bytes(found, fmt)
+    layers = [group.layout(fmt).nbytes * group.n_experts for group in found.groups]
+    reserved = 0 if shared else reserved_bytes(nbytes // pieces for nbytes in layers for _ in range(pieces))
     files = sum(file.stat().st_size for file in found.dense_files)
 
     def need(n: int) -> budget.Need:
         return budget.Need(
             banks=0 if shared else banks,
+            reserved=reserved,
             dense=dense,
             transient=n * per_thread,
             pinned=banks if settings.MLOCK.read() == "on" else 0,
@@ -231,14 +246,7 @@ def require_memory(
             spare=guard.min_available_bytes(),
         )
 
-    readers = budget.choose({n: need(n) for n in range(max(1, threads), 0, -1)}, what=f"loading {name}")
-    if readers < threads:
-        logger.warning(
-            "memory is short: experts are read with %d of %d threads, each of which takes up to %s",
-            readers,
-            threads,
-            format_bytes(per_thread),
-        )
+    readers = choose_threads(need, threads, what=f"loading {name}")
     have = budget.available()
     if shared and banks + dense > have.available_bytes:
         logger.warning(
@@ -250,6 +258,19 @@ def require_memory(
             have.where,
         )
     return readers
+
+
+def choose_threads(need: Callable[[int], budget.Need], threads: int, *, what: str) -> int:
+    """As many of so many threads as memory allows, given what n of them need; raises as `budget.choose`."""
+    chosen = budget.choose({n: need(n) for n in range(max(1, threads), 0, -1)}, what=what)
+    if chosen < threads:
+        logger.warning(
+            "memory is short: experts are read with %d of %d threads, each of which takes up to %s",
+            chosen,
+            threads,
+            format_bytes(need(1).transient),
+        )
+    return chosen
 
 
 def _dense_width(checkpoint: Checkpoint) -> int:

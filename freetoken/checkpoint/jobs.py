@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -10,12 +11,24 @@ Job = TypeVar("Job")
 
 
 def run_jobs(run: Callable[[Job], object], jobs: Iterable[Job], threads: int) -> None:
-    """Run all jobs with `threads` threads, started in order; the first error stops the rest and is raised."""
+    """Run all jobs with `threads` threads, started in order; an error keeps the rest from starting and is raised."""
+    stopped = threading.Event()
+
+    def start(job: Job) -> None:
+        if stopped.is_set():
+            return
+        try:
+            run(job)
+        except BaseException:
+            stopped.set()
+            raise
+
     with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="freetoken-load") as pool:
-        futures = [pool.submit(run, job) for job in jobs]
+        futures = [pool.submit(start, job) for job in jobs]
         try:
             for future in futures:
                 future.result()
         except BaseException:
+            stopped.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from freetoken import formats, settings, topology
 from freetoken.banks import make_bank
 from freetoken.checkpoint.experts import gate_and_up_rows
+from freetoken.checkpoint.inspect import choose_threads, packing_bytes
 from freetoken.checkpoint.jobs import run_jobs
 from freetoken.checkpoint.load import fill_banks
 from freetoken.errors import ConfigError, FormatError, UnsupportedError
@@ -35,7 +36,7 @@ from freetoken.integration.operator import IMPLEMENTATION, attach_layer, is_read
 from freetoken.integration.plan import drop_parameters, find_experts, shape_of_module
 from freetoken.integration.quantizer import FreetokenConfig, FreetokenQuantizer
 from freetoken.integration.transformers import banks_bar, finish, resolve_dtype
-from freetoken.memory import budget
+from freetoken.memory import budget, guard
 from freetoken.memory.placement import Placer, choose
 
 logger = logging.getLogger(__name__)
@@ -83,13 +84,28 @@ def attach(
     _check_owners(model, sources)
     executor = Executor(workers, resolve_dtype(model.config, model.dtype), machine.why(threads), where)
     placer, total = Placer(where), sum(source.bank_bytes for source in sources)
-    need = budget.Need(banks=_peak_bytes(sources), pinned=total if settings.MLOCK.read() == "on" else 0)
-    budget.require(need, what=f"attaching the experts of {type(model).__name__}")
-    _check_weights(sources, len(workers))
-    with banks_bar(total, show) as bar:
+    per_thread = max((source.transient_bytes for source in sources), default=0)
+
+    def need(n: int) -> budget.Need:
+        return budget.Need(
+            banks=_peak_bytes(sources),
+            transient=n * per_thread,
+            pinned=total if settings.MLOCK.read() == "on" else 0,
+            threads=n,
+            spare=guard.min_available_bytes(),
+        )
+
+    readers = choose_threads(need, len(workers), what=f"attaching the experts of {type(model).__name__}")
+    _check_weights(sources, readers)
+    with guard.from_settings() as watch, banks_bar(total, show) as bar:
+
+        def on_bytes(n: int) -> None:
+            watch.check()
+            bar.update(n)
+
         for source in sources:
             bank = make_bank(source.layout, source.n_experts, placer, executor.shard_step)
-            fill_banks([(bank, source)], len(workers), bar.update, where)
+            fill_banks([(bank, source)], readers, on_bytes, where)
             layer = executor.bind(bank, source.activation)
             _dispatch_here(model, experts)
             keep_layer(source.module, layer)
@@ -124,6 +140,12 @@ class ModuleExperts:
     def host_bytes(self) -> int:
         """Bytes of host memory that its parameters occupy."""
         return sum(p.nbytes for p in self.module.parameters(recurse=False) if p.device.type == "cpu")
+
+    @property
+    def transient_bytes(self) -> int:
+        """What a thread holds at most while it makes a record: the expert in bf16, and what packing takes."""
+        source = sum(p.numel() for p in self.module.parameters(recurse=False)) // self.n_experts * 2
+        return source + packing_bytes(self.layout, source)
 
     def read(self, expert: int) -> Expert:
         """One expert in bf16, to which wider weights are rounded."""

@@ -57,12 +57,14 @@ class Budget:
 class Need:
     """Bytes that a load takes.
 
-    banks, dense: stay as long as the model. transient: at most so much beside them while loading. pinned: of these,
-    how many are locked. mapped: of files, while the dense part is read from them, before there are banks. threads: how
-    many run meanwhile. spare: what has to stay free.
+    banks, dense: stay as long as the model. reserved: of the banks, what lies on explicit huge pages, which the system
+    has set aside already and does not count as available. transient: at most so much beside them while loading. pinned:
+    of these, how many are locked. mapped: of files, while the dense part is read from them, before there are banks.
+    threads: how many run meanwhile. spare: what has to stay free.
     """
 
     banks: int = 0
+    reserved: int = 0
     dense: int = 0
     transient: int = 0
     pinned: int = 0
@@ -76,14 +78,15 @@ class Need:
             return self.pinned
         while_dense = self.mapped * _MAPPINGS.get(budget.kind, 0)
         threads = self.threads * _THREADS.get(budget.kind, 0)
-        return self.dense + max(while_dense, self.banks + self.transient) + threads
+        banks = self.banks - self.reserved if budget.kind == "memory" else self.banks
+        return self.dense + max(while_dense, banks + self.transient) + threads
 
     def left(self, budget: Budget) -> int:
         """What a budget has beyond this; negative where it does not suffice."""
         return budget.available_bytes - self.of(budget) - (self.spare if budget.kind == "memory" else 0)
 
     def __str__(self) -> str:
-        parts = {"banks": self.banks, "dense part": self.dense, "while loading": self.transient}
+        parts = {"banks": self.banks - self.reserved, "dense part": self.dense, "while loading": self.transient}
         return ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
 
 

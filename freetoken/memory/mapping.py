@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +64,8 @@ def _map_reserved(size: int, place: Callable[[int, int], object]) -> NDArray[np.
     Its pages are made to appear here: a limit of a control group on them kills who meets it in a page fault, and is an
     ordinary error for who asks the kernel to fault them.
     """
-    page, free = reserved_pages()
-    length = -(-size // page) * page if page else 0
-    if not _mempolicy.MAP_HUGETLB or not length or free * page < length or length - size > size // 8:
+    length = _reserved_length(size, *reserved_pages())
+    if not _mempolicy.MAP_HUGETLB or not length:
         return None
     try:
         mapping = mmap.mmap(-1, length, flags=_PLAIN | _mempolicy.MAP_HUGETLB)
@@ -76,6 +75,24 @@ def _map_reserved(size: int, place: Callable[[int, int], object]) -> NDArray[np.
     except (OSError, OverflowError):
         return None
     return array
+
+
+def _reserved_length(size: int, page: int, free: int) -> int:
+    """Bytes of the explicit huge pages for a mapping; 0 where it takes ordinary ones."""
+    length = -(-size // page) * page if page else 0
+    return 0 if free * page < length or length - size > size // 8 else length
+
+
+def reserved_bytes(sizes: Iterable[int], root: Path = Path("/")) -> int:
+    """How many bytes of mappings of these sizes, made in this order, would lie on explicit huge pages."""
+    page, free = reserved_pages(root)
+    total = 0
+    for size in sizes:
+        length = _reserved_length(size, page, free) if _mempolicy.MAP_HUGETLB else 0
+        if length:
+            free -= length // page
+            total += size
+    return total
 
 
 def reserved_pages(root: Path = Path("/")) -> tuple[int, int]:

@@ -52,7 +52,9 @@ def record_reads(monkeypatch: pytest.MonkeyPatch, read: Callable[..., int]) -> l
     """(offset, bytes asked for) of every direct read, which `read` answers."""
     seen: list[tuple[int, int]] = []
 
-    def preadv(fd: int, buffers: list[Any], offset: int) -> int:
+    def preadv(fd: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
+        if flags:
+            raise BlockingIOError(errno.EAGAIN, "not cached")
         seen.append((offset, sum(len(b) for b in buffers)))
         return read(fd, buffers, offset)
 
@@ -130,3 +132,31 @@ def test_a_file_that_ends_early(info: TensorInfo) -> None:
     info.file.unlink()
     with pytest.raises(CheckpointError, match="tensor 't' cannot be read: No such file"):
         read_direct(info, 0, map_bytes(SIZE))
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell what is cached")
+@pytest.mark.parametrize(
+    ("most", "there", "enough"), [(SIZE, SIZE, True), (BLOCK, SIZE, True), (SIZE, 2 * BLOCK, False), (100, SIZE, False)]
+)
+def test_what_is_cached_is_not_read_from_the_disk(
+    info: TensorInfo, monkeypatch: pytest.MonkeyPatch, most: int, there: int, enough: bool
+) -> None:
+    """All of it: where some is not, or the answer comes in pieces that end, the whole is read as if nothing were."""
+    data = np.fromfile(info.file, np.uint8)
+    asked: list[int] = []
+
+    def preadv(fd: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
+        asked.append(flags)
+        if not flags:
+            raise OSError(errno.EIO, "no disk")
+        n = min(len(buffers[0]), most, max(0, there - offset) if offset < SIZE - BLOCK else BLOCK)
+        if not n:
+            raise BlockingIOError(errno.EAGAIN, "not cached")
+        buffers[0][:n] = data[offset : offset + n].tobytes()
+        return n
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    memory = map_bytes(SIZE)
+    read_direct(info, 0, memory)
+    np.testing.assert_array_equal(memory, data)
+    assert (0 not in asked) == enough

@@ -22,9 +22,11 @@ import freetoken
 from freetoken import formats
 from freetoken.banks import LayerBank, make_bank
 from freetoken.errors import CapacityError, ConfigError, FormatError, FreeTokenError, UnsupportedError
-from freetoken.executor import Executor
+from freetoken.executor import Activation, Executor
+from freetoken.integration.attach import ModuleExperts
 from freetoken.integration.operator import layer_of
 from freetoken.memory.budget import Budget
+from freetoken.memory.guard import Guard
 from tests.integration.test_families import HYBRID
 from tests.integration.test_families import REFUSED as REFUSED_FAMILIES
 from tests.integration.test_logits import QUANTIZERS
@@ -218,7 +220,9 @@ def test_a_layer_is_freed_before_the_next_bank_is_made(monkeypatch: pytest.Monke
 def test_what_is_asked_of_memory(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bank at a time: those that come later lie where parameters were; q8_0 banks are smaller than those."""
     before = collect_logits(qwen3, 96)
-    bank = 4 * freetoken.formats.record.RecordLayout(formats.get("q8_0"), 64, 32).nbytes
+    layout = freetoken.formats.record.RecordLayout(formats.get("q8_0"), 64, 32)
+    bank = 4 * layout.nbytes + ModuleExperts("", experts_of(qwen3)[1], layout, 4, Activation("silu")).transient_bytes
+    monkeypatch.setenv("FREETOKEN_LOAD_MIN_AVAILABLE", "0")
     room = Budget(bank - 1, "some/memory.max")
     monkeypatch.setattr("freetoken.memory.budget.available", lambda *args, **kwargs: room)
     with pytest.raises(
@@ -229,6 +233,22 @@ def test_what_is_asked_of_memory(qwen3: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(collect_logits(qwen3, 96), before)
     room = Budget(bank, "some/memory.max")
     freetoken.attach(qwen3, expert_format="q8_0")
+
+
+def test_memory_that_runs_short_stops_it(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stops a load; what was not moved is, the next time."""
+    before, checks = collect_logits(qwen3, 96), iter(range(100))
+
+    def check(self: Guard) -> None:
+        if next(checks) == 4:
+            raise CapacityError("memory is short", needed=1, available=0, where="here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Guard, "check", check)
+        with pytest.raises(CapacityError, match="memory is short"):
+            freetoken.attach(qwen3, expert_format="bf16", threads=1)
+    freetoken.attach(qwen3, expert_format="bf16")
+    torch.testing.assert_close(collect_logits(qwen3, 96), before, atol=1e-2, rtol=0)
 
 
 # --- refused, and then as it was -------------------------------------------------------------------------------------

@@ -175,11 +175,11 @@ class Fill:
     def __init__(self, act):
         self.act, self.calls, self.lock = act, 0, threading.Lock()
 
-    def __call__(self, bank, index, write):
-        fill(bank, index, write)
+    def __call__(self, bank, experts):
+        mark(bank, experts)
         with self.lock:
-            self.calls += 1
-            due = self.calls == 48 or (self.calls > 48 and self.act is starve)  # three quarters
+            before, self.calls = self.calls, self.calls + len(experts)
+            due = before < 48 <= self.calls or (self.calls > 48 and self.act is starve)  # three quarters
         if due and self.act:
             self.act()
 
@@ -196,7 +196,7 @@ def state():
         "environ": dict(os.environ),
     }
 
-fill, check_report, resident = Bank.fill, integration.LoadPlan.check_report, budget.resident
+mark, check_report, resident = Bank.mark, integration.LoadPlan.check_report, budget.resident
 acts = {"interrupted": interrupt, "failed": fail, "starved": starve, "in the dense part": None, "completed": None}
 found = {}
 for progress in (False, True):
@@ -204,11 +204,11 @@ for progress in (False, True):
         kept = None
         counted = Fill(act)
         before, rss = state(), psutil.Process().memory_info().rss
-        Bank.fill = lambda bank, index, write: counted(bank, index, write)
+        Bank.mark = lambda bank, experts: counted(bank, experts)
         if end == "in the dense part":
             integration.LoadPlan.check_report = report
         ended = load(progress=progress)
-        Bank.fill, integration.LoadPlan.check_report, budget.resident = fill, check_report, resident
+        Bank.mark, integration.LoadPlan.check_report, budget.resident = mark, check_report, resident
         grown = psutil.Process().memory_info().rss - rss
         found[f"{end} {progress}"] = {
             "ended": ended, "kept": kept is not None, "calls": counted.calls, "grown": grown,

@@ -108,6 +108,21 @@ def test_what_must_stay_free_is_no_part_of_the_need_but_of_the_check(tmp_path: P
     assert caught.value.needed == 900 << 10  # type: ignore[attr-defined]
 
 
+def test_reserved_huge_pages_are_no_part_of_what_is_available(tmp_path: Path) -> None:
+    """But they are address space, and may be all that banks need."""
+    add_limits(FakeSystem(tmp_path), address=str(3 * GIB), data="unlimited", locked="unlimited", cap=0)
+    need = Need(banks=GIB, reserved=GIB - MIB, dense=MIB)
+
+    require(need, what="loading", root=tmp_path)
+    FakeSystem(tmp_path).add_meminfo(2 << 10)
+    require(need, what="loading", root=tmp_path)
+    FakeSystem(tmp_path).add_meminfo((2 << 10) - 1)
+    with pytest.raises(CapacityError, match=r"needs 2\.00 MiB .*banks 1\.00 MiB.* MemAvailable"):
+        require(need, what="loading", root=tmp_path)
+    with pytest.raises(CapacityError, match="RLIMIT_AS"):
+        require(Need(banks=3 * GIB, reserved=3 * GIB), what="loading", root=tmp_path)
+
+
 def test_threads_fill_address_space(tmp_path: Path) -> None:
     add_limits(FakeSystem(tmp_path), address=str(2 * GIB), data=str(GIB), locked="unlimited", cap=0)
 

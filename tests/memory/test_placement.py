@@ -397,6 +397,16 @@ def test_free_reserved_pages_are_those_not_spoken_for(tmp_path: Path) -> None:
     assert mapping.reserved_pages(tmp_path) == (2 << 20, 5)
 
 
+@pytest.mark.skipif(not _mempolicy.MAP_HUGETLB, reason="this system has no explicit huge pages")
+def test_what_would_lie_on_reserved_pages(tmp_path: Path) -> None:
+    """In turn, as long as they last; what wastes more than an eighth of them takes ordinary ones."""
+    huge = 2 << 20
+    FakeSystem(tmp_path).write("/proc/meminfo", "HugePages_Free: 8\nHugePages_Rsvd: 0\nHugepagesize: 2048 kB\n")
+    assert mapping.reserved_bytes([3 * huge, huge // 2, 4 * huge - 64, 2 * huge, huge], tmp_path) == 8 * huge - 64
+    assert mapping.reserved_bytes([9 * huge], tmp_path) == 0
+    assert mapping.reserved_bytes([9 * huge, huge], tmp_path / "nothing") == 0
+
+
 def test_the_setting_takes_words_and_numbers() -> None:
     for text in ("auto", "off", "interleave", "shard", "0", "17"):
         assert settings.CPU_MOE_NUMA.read({"FREETOKEN_CPU_MOE_NUMA": text}) == text

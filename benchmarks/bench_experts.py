@@ -1,63 +1,85 @@
-"""One layer of experts at a time over banks larger than the cache: GB/s of records read, beside a plain read.
+"""One layer of experts after another, over banks larger than any cache: GB/s of records, and share of the roof.
 
-Shapes are those of Qwen3-30B-A3B (2048/768, top 8 of 128) cut to fewer experts.
+The roof is the fastest of several plain reads of the same memory by as many threads, just before and just after.
+FREETOKEN_CPU_ISA and FREETOKEN_CPU_ACT choose other tile functions; FREETOKEN_BENCH_GIB sets the size of the banks.
 """
 
+import os
+import statistics
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from interleave import compare
+from layers import Layers, Shape, roof
 
 from freetoken import formats, topology
-from freetoken.banks import Bank
-from freetoken.executor import Activation, Executor
-from freetoken.formats.record import Expert, RecordLayout
 
-HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 96, 8
-STEPS = 12  # layer calls in a round: each takes other experts
+SHAPES = {
+    "qwen3-30b": Shape(2048, 768, 128, 8),
+    "gpt-oss": Shape(2880, 2880, 32, 4, gpt_oss=True),
+    "narrow": Shape(2560, 640, 512, 10),
+    "tiny": Shape(384, 128, 32, 4),
+}
+BATCHES = (1, 2, 4, 8, 16, 64)
+ROUNDS = 7
+GIB = float(os.environ.get("FREETOKEN_BENCH_GIB", "3"))
+THREADS = len(topology.read().workers())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", formats.names())
+def bench_layer(benchmark: Any, name: str, shape: str) -> None:
+    """A token at a time."""
+    layers = Layers(SHAPES[shape], formats.get(name), THREADS, int(GIB * 2**30))
+    x, weights = layers.inputs(1)
+    steps = max(8, (1 << 30) // layers.token_bytes)
+    rates, roofs, shares = [], [], []
+
+    def run() -> None:
+        before = roof(layers.memory, THREADS)
+        for _ in range(ROUNDS):
+            ids = [layers.routes(1) for _ in range(steps)]
+            rates.append(steps * layers.token_bytes / layers.run(ids, x, weights))
+            after = roof(layers.memory, THREADS)
+            roofs.append((before + after) / 2)
+            shares.append(rates[-1] / roofs[-1])
+            before = after
+
+    benchmark.pedantic(run, rounds=1)
+    rate, top, share = (statistics.median(values) for values in (rates, roofs, shares))
+    tile = layers.bound[0].choice.kernel
+    benchmark.extra_info.update(gb_per_s=rate / 1e9, roof_gb_per_s=top / 1e9, share=share, tile=str(tile))
+    print(f"\n{name:<9} {SHAPES[shape]!s:<24} {rate / 1e9:6.1f} of {top / 1e9:6.1f} GB/s = {share:.2f}; {tile!r}")
 
 
 @pytest.mark.parametrize("name", formats.names())
-def bench_layer(benchmark: Any, name: str) -> None:
-    """A token at a time through random experts, every expert once in a round."""
-    layout = RecordLayout(formats.get(name), HIDDEN, WIDTH)
-    bank = Bank(layout, EXPERTS)
-    random = np.random.default_rng(0)
-    expert = make_expert(layout, random)
-    for index in range(EXPERTS):
-        bank.put(index, expert)
-    executor = Executor(topology.read().workers(), torch.bfloat16)
-    layer = executor.bind(bank, Activation())
-    x = torch.randn(1, HIDDEN, dtype=torch.bfloat16)
-    routes = torch.from_numpy(random.permutation(EXPERTS).astype(np.int32)).view(STEPS, 1, TOP_K)
-    weights = torch.full((1, TOP_K), 1 / TOP_K)
-    moved = STEPS * TOP_K * layout.nbytes
-    plain = torch.from_numpy(bank.records.view(np.int64).reshape(-1)[: moved // 8])
+def bench_batch(benchmark: Any, name: str) -> None:
+    """Several tokens on the same experts: how many times the cost of one."""
+    layers = Layers(SHAPES["qwen3-30b"], formats.get(name), THREADS, 1 << 30)
+    seconds: dict[int, list[float]] = {tokens: [] for tokens in BATCHES}
+    inputs = {tokens: layers.inputs(tokens) for tokens in BATCHES}
 
     def run() -> None:
-        for step in range(STEPS):
-            layer.run(x, routes[step], weights)
+        for _ in range(ROUNDS):
+            for tokens, found in seconds.items():
+                steps = max(2, 32 // tokens)
+                ids = [layers.routes(tokens, together=True) for _ in range(steps)]
+                found.append(layers.run(ids, *inputs[tokens]) / steps)
 
-    # torch's sum runs on the same threads and does next to nothing with what it reads
-    result = benchmark.pedantic(lambda: compare({"layer": run, "read": plain.sum}, 15), rounds=1)
-    rate, read_rate = moved / result.median("layer") / 1e9, moved / result.median("read") / 1e9
-    benchmark.extra_info.update(
-        bytes=moved,
-        gb_per_s=rate,
-        read_gb_per_s=read_rate,
-        tile=str(layer.choice.kernel),
-        threads=len(executor.workers),
-    )
-    print(f"\n{name:<8}{rate:6.1f} GB/s of records, torch sums them at {read_rate:6.1f} GB/s; {layer.choice.kernel}")
+    benchmark.pedantic(run, rounds=1)
+    median = {tokens: statistics.median(found) for tokens, found in seconds.items()}
+    costs = {tokens: median[tokens] / median[1] for tokens in BATCHES}
+    benchmark.extra_info.update(cost={str(tokens): cost for tokens, cost in costs.items()})
+    text = ", ".join(f"{tokens}: {cost:.2f}" for tokens, cost in costs.items())
+    print(f"\n{name:<9} {median[1] * 1e6:7.1f} us for one token; times for more: {text}")
 
 
-def make_expert(layout: RecordLayout, random: np.random.Generator) -> Expert:
-    """An expert of small random weights."""
-
-    def matrix(n: int, k: int) -> Any:
-        return layout.format.quantize(random.standard_normal((n, k), np.float32) * np.float32(0.05))
-
-    h, i = layout.hidden, layout.intermediate
-    return Expert(matrix(i, h), matrix(i, h), matrix(h, i))
+def bench_fixed_cost(benchmark: Any) -> None:
+    """A layer with no bytes to read: every route goes nowhere."""
+    layers = Layers(SHAPES["tiny"], formats.get("nvfp4"), THREADS, 0)
+    x, weights = layers.inputs(1)
+    ids = [np.full((1, 4), -1, np.int32)] * 1000
+    found = [layers.run(ids, x, weights) / len(ids) for _ in range(3 * ROUNDS)]
+    benchmark.pedantic(layers.run, (ids, x, weights), rounds=1)
+    benchmark.extra_info.update(us=statistics.median(found) * 1e6)
+    print(f"\nfixed cost {statistics.median(found) * 1e6:.1f} us, {THREADS} threads")

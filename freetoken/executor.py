@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _MAX_TOKENS = 512
 """Tokens handled by one pass over a layer; longer batches are cut, which bounds scratch memory."""
 
-_CHECK_BOUND = {"fp32": 1e-4, "bf16": 2e-2, "int8": 1e-1, "fp8": 2e-1}
+_CHECK_BOUND = {"fp32": 1e-4, "bf16": 2e-2, "int8": 1e-1, "int15": 2e-3, "fp8": 2e-1}
 """Error at which a tile function counts as broken: far above `reference.ERROR_BOUND` for odd weights, far below any
 mistake in decoding, which gives errors of the order of 1. fp8: a hidden value near a tie may be rounded to the other
 side, which moves it by an eighth at most."""
@@ -69,9 +69,10 @@ class KernelChoice:
 def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto") -> list[KernelChoice]:
     """Tile functions for a format, best first: one for each lower tier that has another.
 
-    act: "auto" or a precision. auto takes fp32 for an fp32 or fp16 model; for a bf16 model bf16 where a bf16 dot
-    serves this format, else fp32. A forced bf16 without such a tile rounds activations before an fp32 tile; formats
-    without an int8 tile (bf16, fp8_block) take bf16 instead. fp8 rounds them before a bf16 tile where there is one,
+    act: "auto" or a precision. auto takes fp32 for an fp32 or fp16 model; for a bf16 model int15 where there is a tile,
+    which is nearer to the exact values than bf16 and faster (docs/kernels.md); else bf16 where a bf16 dot serves this
+    format, else fp32. A forced bf16 without such a tile rounds activations before an fp32 tile; formats without int8
+    and int15 tiles (bf16, fp8_block) take bf16 instead. fp8 rounds them before a bf16 tile where there is one,
     else an fp32 tile: both hold e4m3 times a power of two exactly. Raises `UnsupportedError` for a tier this CPU lacks.
     """
     levels = _levels_up_to(tier)
@@ -100,13 +101,20 @@ def _choose(kernels: list[TileKernel], level: str, act: str, dtype: torch.dtype)
         usable = [k for k in kernels if k.act == wanted and LEVELS.index(k.level) <= rank]
         return max(usable, key=lambda k: LEVELS.index(k.level), default=None)
 
-    int8, bf16, fp32 = best("int8"), best("bf16"), best("fp32")
+    bf16, fp32 = best("bf16"), best("fp32")
     assert fp32 is not None, "every format has a scalar fp32 tile"
     if act == "auto":
-        act = "bf16" if dtype == torch.bfloat16 and bf16 is not None else "fp32"
-    if act == "int8":
-        if int8 is not None:
-            return KernelChoice(int8, "int8", level)
+        int15 = best("int15")
+        if dtype != torch.bfloat16:
+            act = "fp32"
+        elif int15 is not None and int15.level != "scalar":
+            act = "int15"
+        else:
+            act = "fp32" if bf16 is None else "bf16"
+    if act in ("int8", "int15"):
+        whole = best(act)
+        if whole is not None:
+            return KernelChoice(whole, act, level)
         act = "bf16"
     return KernelChoice(fp32 if act == "fp32" else bf16 or fp32, act, level)
 

@@ -86,7 +86,7 @@ class Number:
 CPU_ACT = Choice(
     "FREETOKEN_CPU_ACT",
     "auto",
-    ("auto", "fp32", "bf16", "int8", "fp8"),
+    ("auto", "fp32", "bf16", "int8", "int15", "fp8"),
     "precision of activations in CPU expert kernels; auto follows the model's dtype and the CPU, fp8 rounds them as "
     "DeepSeek's own code does",
 )

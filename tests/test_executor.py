@@ -88,15 +88,18 @@ def test_choices_go_down_from_the_best_tier_to_scalar(fmt: Format, act: str, dty
     assert all(choice.kernel.level in available_levels() for choice in choices)
     acts = {choice.act for choice in choices}
     if act == "auto":
-        assert acts <= ({"bf16", "fp32"} if dtype == torch.bfloat16 else {"fp32"})
-    elif act == "int8" and fmt.name in ("bf16", "fp8_block"):
+        has_int15 = fmt.name not in ("bf16", "fp8_block") and "avx2" in available_levels()
+        wanted = {"int15", "fp32"} if has_int15 else {"bf16", "fp32"}
+        assert acts <= (wanted if dtype == torch.bfloat16 else {"fp32"})
+        assert choices[0].act == "int15" or not has_int15 or dtype != torch.bfloat16
+    elif act in ("int8", "int15") and fmt.name in ("bf16", "fp8_block"):
         assert acts == {"bf16"}
     else:
         assert acts == {act}
     for choice in choices:
         assert choice.rounding == (choice.act if choice.act in ("bf16", "fp8") else "none")
         assert choice.kernel.act == choice.act or choice.rounding != "none"
-        assert choice.kernel.act != "int8" or choice.act == "int8"
+        assert choice.kernel.act not in ("int8", "int15") or choice.act == choice.kernel.act
 
 
 @EVERY_FORMAT
@@ -131,7 +134,7 @@ def test_a_tier_that_this_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_forced_activation_precision(fmt: Format, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FREETOKEN_CPU_ACT", act)
     layer = bind(fmt)
-    in_force = "bf16" if act == "int8" and fmt.name in ("bf16", "fp8_block") else act
+    in_force = "bf16" if act in ("int8", "int15") and fmt.name in ("bf16", "fp8_block") else act
     assert layer.choice.act == in_force
     x, ids, weights = make_input(7)
     out, expected = layer.run(x, ids, weights).numpy(), expected_of(layer.bank, x, ids, weights)

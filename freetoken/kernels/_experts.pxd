@@ -12,6 +12,13 @@ cdef extern from "barrier.h" nogil:
     void ft_barrier_wait(ft_barrier *b, int n)
 
 
+cdef extern from "queue.h" nogil:
+    ctypedef struct ft_queue:
+        pass
+    void ft_queue_fill(ft_queue *q, ptrdiff_t start, ptrdiff_t end)
+    ptrdiff_t ft_queue_take(ft_queue *q)
+
+
 cdef enum:
     SILU = 0    # g * sigmoid(g) * u
     SWIGLU_CLAMPED = 1  # min(g, limit) * sigmoid(alpha * g) * (clamp(u, +-limit) + 1)
@@ -58,6 +65,7 @@ cdef struct job:
     float *sums             # threads x tokens x 16
     float *rows             # threads x max(H, unit, 16) floats
     ptrdiff_t rows_stride
+    ft_queue *queues        # two for each thread: its chunks of gate and up, its tiles of down
     ft_barrier barrier
 
 

@@ -6,6 +6,8 @@
     gate_up   each thread takes chunks of intermediate rows of the routed experts; results are prepared at once
     down      each thread takes output tiles of all tokens and adds up the routes of each token
 
+Threads begin with equal shares, and who is done helps who is late (queue.h).
+
 A value is computed by one thread, from start to end, and routes are added in the order of their expert's number:
 the bits do not depend on the number of threads or on which other tokens are in the batch. `ExpertLayer` is the Python
 face.
@@ -19,7 +21,7 @@ from libc.math cimport NAN, expf, lrintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from freetoken.kernels._isa cimport FT_BF16, FT_FP32, FT_INT8, TileKernel
+from freetoken.kernels._isa cimport FT_BF16, FT_FP32, FT_INT8, FT_INT15, TileKernel
 
 cdef extern from "team.h" nogil:
     int ft_team_size()
@@ -29,6 +31,7 @@ cdef extern from "team.h" nogil:
 
 cdef enum:
     TILE = 16
+    INT15_STEPS = 127 * 128     # the largest value of two digits whose high one is at most 127
     FP8_GROUP = 128     # activations under one scale, as DeepSeek rounds them
     LINE = 32           # outputs that one thread writes: a line of bf16
 
@@ -40,6 +43,11 @@ cdef inline ptrdiff_t blocks_of(const job *j, ptrdiff_t k) noexcept nogil:
 
 cdef inline ptrdiff_t units_of(const job *j, ptrdiff_t k) noexcept nogil:
     return (k + j.unit - 1) // j.unit
+
+
+cdef inline int digits_of(const job *j) noexcept nogil:
+    # Of an activation that is a whole number, a byte each.
+    return 2 if j.kernel.act == FT_INT15 else 1
 
 
 cdef inline float bf16_to_float(uint16_t bits) noexcept nogil:
@@ -124,14 +132,15 @@ cdef void prepare_bf16(const job *j, const float *x, ptrdiff_t n, uint16_t *out)
             k += j.line
 
 
-cdef void prepare_int8(
-    const job *j, const float *x, ptrdiff_t n, signed char *out, float *scales, int32_t *sums
+cdef void prepare_int(
+    const job *j, const float *x, ptrdiff_t n, int steps, signed char *out, signed char *low, float *scales, int32_t *sums
 ) noexcept nogil:
-    # Per block amax / 127, codes to nearest even; an all-zero block has scale 0. Magnitudes are compared as integers,
-    # where a NaN is the largest: it becomes the scale and reaches the output.
-    cdef ptrdiff_t b, k, i, size
+    # Per block amax / steps, codes to nearest even; an all-zero block has scale 0. Magnitudes are compared as integers,
+    # where a NaN is the largest: it becomes the scale and reaches the output. low: where the low digits go, if codes
+    # have two, 128 * high + low.
+    cdef ptrdiff_t b, k, i, at, size
     cdef float top, inverse
-    cdef int code
+    cdef int code, high
     cdef int32_t bits, top_bits
     cdef int32_t total
     cdef const uint8_t *order = j.kernel.order
@@ -142,19 +151,27 @@ cdef void prepare_int8(
             memcpy(&bits, &x[k], sizeof(float))
             top_bits = max(top_bits, bits & 0x7fffffff)
         memcpy(&top, &top_bits, sizeof(float))
-        inverse = 0.0 if top <= 1e-30 else 127.0 / top
+        inverse = 0.0 if top <= 1e-30 else steps / top
         total = 0
         k = 0
         while k < size:
             for i in range(j.line):
                 code = <int> lrintf(x[k + i] * inverse)
                 total += code
-                out[k + (i if order == NULL else order[i])] = <signed char> code
+                at = k + (i if order == NULL else order[i])
+                if low == NULL:
+                    out[at] = <signed char> code
+                else:
+                    high = (code + 64) >> 7
+                    out[at] = <signed char> high
+                    low[at] = <signed char> (code - 128 * high)
             k += j.line
-        scales[b] = 0.0 if top <= 1e-30 else top / 127.0
+        scales[b] = 0.0 if top <= 1e-30 else top / steps
         sums[b] = total
         x += j.block
         out += j.block
+        if low != NULL:
+            low += j.block
 
 
 cdef void prepare(
@@ -170,9 +187,13 @@ cdef void prepare(
         prepare_bf16(j, x, n, (<uint16_t *> out) + first)
     else:
         codes = <signed char *> out
-        scales = <float *> (codes + width)
+        scales = <float *> (codes + digits_of(j) * width)
         sums = <int32_t *> (scales + blocks_of(j, width))
-        prepare_int8(j, x, n, codes + first, scales + first // j.block, sums + first // j.block)
+        prepare_int(
+            j, x, n, INT15_STEPS if j.kernel.act == FT_INT15 else 127,
+            codes + first, codes + width + first if j.kernel.act == FT_INT15 else NULL,
+            scales + first // j.block, sums + first // j.block,
+        )
 
 
 cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil:
@@ -264,26 +285,49 @@ cdef void gate_up_chunk(const job *j, ptrdiff_t group, ptrdiff_t chunk, ptrdiff_
         prepare(j, h, first * TILE, t, width, j.hidden + route * j.down.vector_bytes)
 
 
-cdef void gate_up(const job *j, int thread, int n_threads) noexcept nogil:
-    """Each thread takes chunks whose start, measured in (token, chunk) pairs, falls into its share."""
-    # int8 and fp8 need a unit's values at once, to choose their scale
-    cdef bint scaled = j.kernel.act == FT_INT8 or j.rounding == ROUND_FP8
-    cdef ptrdiff_t chunk_tiles = max(1, j.unit // TILE) if scaled else 1
-    cdef ptrdiff_t chunks = (j.gate_up.tiles + chunk_tiles - 1) // chunk_tiles
-    cdef ptrdiff_t work = j.routes * chunks
-    cdef ptrdiff_t low = work * thread // n_threads, high = work * (thread + 1) // n_threads
-    cdef ptrdiff_t group, chunk, stop, base, size
-    cdef float *h = j.rows + thread * j.rows_stride
+cdef inline ptrdiff_t tiles_of_chunk(const job *j) noexcept nogil:
+    # whole numbers and fp8 need a unit's values at once, to choose their scale
+    cdef bint scaled = j.kernel.act == FT_INT8 or j.kernel.act == FT_INT15 or j.rounding == ROUND_FP8
+    return max(1, j.unit // TILE) if scaled else 1
+
+
+cdef inline ptrdiff_t chunks_of(const job *j) noexcept nogil:
+    return (j.gate_up.tiles + tiles_of_chunk(j) - 1) // tiles_of_chunk(j)
+
+
+cdef ptrdiff_t find_chunk(const job *j, ptrdiff_t pair) noexcept nogil:
+    """The first chunk, counted through all groups, that begins at or after a pair of route and chunk."""
+    cdef ptrdiff_t group, size, chunks = chunks_of(j)
     for group in range(j.groups):
         size = j.start[group + 1] - j.start[group]
-        base = j.start[group] * chunks
-        if base >= high or base + size * chunks <= low:
-            continue
-        chunk = max(<ptrdiff_t> 0, (low - base + size - 1) // size) if low > base else 0
-        stop = min(chunks, (high - base + size - 1) // size)
-        while chunk < stop:
-            gate_up_chunk(j, group, chunk, chunk_tiles, h)
-            chunk += 1
+        if pair <= size * chunks:
+            return group * chunks + (pair + size - 1) // size
+        pair -= size * chunks
+    return j.groups * chunks
+
+
+cdef void share_out(job *j, int thread, int n_threads) noexcept nogil:
+    """Fill the queues of a thread: shares of equal work."""
+    cdef ptrdiff_t pairs = j.routes * chunks_of(j)
+    ft_queue_fill(
+        &j.queues[2 * thread],
+        find_chunk(j, pairs * thread // n_threads),
+        find_chunk(j, pairs * (thread + 1) // n_threads),
+    )
+    ft_queue_fill(
+        &j.queues[2 * thread + 1], j.down.tiles * thread // n_threads, j.down.tiles * (thread + 1) // n_threads
+    )
+
+
+cdef void gate_up(job *j, int thread, int n_threads) noexcept nogil:
+    """Each thread takes its own chunks, then those of threads that are late."""
+    cdef ptrdiff_t chunks = chunks_of(j), chunk_tiles = tiles_of_chunk(j), chunk
+    cdef int other
+    for other in range(n_threads):
+        chunk = ft_queue_take(&j.queues[2 * ((thread + other) % n_threads)])
+        while chunk >= 0:
+            gate_up_chunk(j, chunk // chunks, chunk % chunks, chunk_tiles, j.rows + thread * j.rows_stride)
+            chunk = ft_queue_take(&j.queues[2 * ((thread + other) % n_threads)])
 
 
 cdef void down_tile(const job *j, ptrdiff_t t, float *sums) noexcept nogil:
@@ -313,13 +357,19 @@ cdef void down_tile(const job *j, ptrdiff_t t, float *sums) noexcept nogil:
             memcpy((<float *> j.y) + token * m.rows + t * TILE, total, n * sizeof(float))
 
 
-cdef void down(const job *j, int thread, int n_threads) noexcept nogil:
-    cdef ptrdiff_t t, stop = j.down.tiles * (thread + 1) // n_threads
-    for t in range(j.down.tiles * thread // n_threads, stop):
-        down_tile(j, t, j.sums + thread * j.tokens * TILE)
+cdef void down(job *j, int thread, int n_threads) noexcept nogil:
+    """As `gate_up`, of output tiles."""
+    cdef ptrdiff_t t
+    cdef int other
+    for other in range(n_threads):
+        t = ft_queue_take(&j.queues[2 * ((thread + other) % n_threads) + 1])
+        while t >= 0:
+            down_tile(j, t, j.sums + thread * j.tokens * TILE)
+            t = ft_queue_take(&j.queues[2 * ((thread + other) % n_threads) + 1])
 
 
 cdef void layer(job *j, int thread, int n_threads) noexcept nogil:
+    share_out(j, thread, n_threads)
     prepare_tokens(j, thread, n_threads)
     ft_barrier_wait(&j.barrier, n_threads)
     gate_up(j, thread, n_threads)
@@ -353,6 +403,8 @@ cdef void sharded_layer(sharded_job *s, int thread, int n_threads) noexcept nogi
             ft_bind_thread(s.masks + thread * s.mask_words, s.mask_words, s.keys[thread])
         first = s.shard[thread]
         last, rank, size = first + 1, s.rank[thread], s.size[first]
+    for k in range(first, last):
+        share_out(&s.jobs[k], rank, size)
     prepare_tokens(&s.jobs[0], thread, n_threads)
     ft_barrier_wait(&s.barrier, n_threads)
     for k in range(first, last):
@@ -413,7 +465,7 @@ cdef class ExpertLayer:
     layout: a `freetoken.formats.record.RecordLayout`. kernel: one of its format's tile functions.
     activation: "silu", "silu_limited" with limit or "swiglu_clamped" with alpha and limit (`reference.activate`).
     rounding: of activations before both products: "none", "bf16" (what a bf16 tile function does by itself) or "fp8"
-    (`reference.round_fp8`); an int8 tile function rounds in its own way and takes "none" only.
+    (`reference.round_fp8`); an int8 or int15 tile function rounds in its own way and takes "none" only.
     """
 
     cdef job template
@@ -434,8 +486,8 @@ cdef class ExpertLayer:
             raise ValueError(f"unknown activation {activation!r}, expected one of {', '.join(GATED)}")
         if rounding not in ROUNDINGS:
             raise ValueError(f"unknown rounding {rounding!r}, expected one of {', '.join(ROUNDINGS)}")
-        if rounding != "none" and kernel.act == "int8":
-            raise ValueError(f"{kernel!r} rounds activations to int8, not to {rounding}")
+        if rounding != "none" and kernel.act in ("int8", "int15"):
+            raise ValueError(f"{kernel!r} rounds activations to {kernel.act}, not to {rounding}")
         memset(j, 0, sizeof(job))
         self.owner = bank
         self.n_experts = bank.shape[0]
@@ -466,7 +518,7 @@ cdef class ExpertLayer:
         elif self.template.kernel.act == FT_BF16:
             m.vector_bytes = aligned(k * 2)
         else:
-            m.vector_bytes = aligned(k + blocks_of(&self.template, k) * 8)
+            m.vector_bytes = aligned(digits_of(&self.template) * k + blocks_of(&self.template, k) * 8)
 
     def run(
         self, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, Scratch scratch not None, int n_threads,
@@ -680,6 +732,7 @@ cdef void take_own(room *r, job *j, size_t routes, int n_threads) noexcept nogil
     j.sums = <float *> take(r, n_threads * j.tokens * TILE * sizeof(float))
     j.rows = <float *> take(r, n_threads * row)
     j.rows_stride = row // sizeof(float)
+    j.queues = <ft_queue *> take(r, 2 * n_threads * sizeof(ft_queue))
 
 
 cdef int sort_routes(

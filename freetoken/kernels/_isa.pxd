@@ -14,6 +14,7 @@ cdef extern from "isa.h" nogil:
         FT_FP32
         FT_BF16
         FT_INT8
+        FT_INT15
     ctypedef void (*ft_tile)(const uint8_t *w, ptrdiff_t k, const void *x, float *y) noexcept
     ctypedef struct ft_kernel:
         int level

@@ -5,7 +5,7 @@ Tile functions live in tile_<format>.h and are listed by _tile_<format>.pyx; exe
 
 LEVELS = ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16")
 """Level names, lowest first; a CPU that has one has those before it."""
-ACTIVATIONS = ("fp32", "bf16", "int8")
+ACTIVATIONS = ("fp32", "bf16", "int8", "int15")
 
 
 def available_levels():

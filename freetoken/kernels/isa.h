@@ -29,8 +29,9 @@ enum { FT_SCALAR, FT_AVX2, FT_AVX512, FT_AVX512VNNI, FT_AVX512BF16, FT_LEVELS };
  *         beforehand)
  *   BF16  uint16[k], the same, so that pairs meet in one 32-bit lane
  *   INT8  int8[k], the same, then float[blocks] scales, then int32[blocks] sums
+ *   INT15 int8[k] high digits and int8[k] low digits, values 128 * high + low, then scales and sums as INT8
  */
-enum { FT_FP32, FT_BF16, FT_INT8 };
+enum { FT_FP32, FT_BF16, FT_INT8, FT_INT15 };
 
 typedef void (*ft_tile)(const uint8_t *w, ptrdiff_t k, const void *x, float *y);
 
@@ -77,7 +78,7 @@ static inline uint32_t ft_load32(const uint8_t *p) {
     return value;
 }
 
-/* An INT8 activation vector's parts. */
+/* An INT8 activation vector's parts; those of an INT15 vector are those of an INT8 vector of its 2 k digits. */
 static inline const float *ft_int8_scales(const void *x, ptrdiff_t k) { return (const float *)((const int8_t *)x + k); }
 static inline const int32_t *ft_int8_sums(const void *x, ptrdiff_t k, ptrdiff_t blocks) {
     return (const int32_t *)(ft_int8_scales(x, k) + blocks);

@@ -41,6 +41,18 @@ static inline void ft_nibble_line_int8(const ft_nibble *t, const uint8_t *w, con
     }
 }
 
+/* The same with activations of two digits, `low` k bytes behind `x`. */
+static inline void ft_nibble_line_int15(const ft_nibble *t, const uint8_t *w, const int8_t *x, const int8_t *low,
+                                        int32_t *sum) {
+    for (int row = 0; row < 16; row++) {
+        uint32_t lane = ft_load32(w + 4 * row);
+        for (int k = 0; k < 8; k++) {
+            int at = ft_nibble_order_int8[k];
+            sum[row] += ((int)t->bytes[(lane >> (4 * k)) & 15] - t->offset) * (128 * x[at] + low[at]);
+        }
+    }
+}
+
 #ifdef FT_X86
 /* 8 rows of one line against 8 int8 activations: pairs of products in 16 bits, at most 24 * 127 * 4 = 12,192. */
 FT_TARGET_AVX2 static inline __m256i ft_nibble_half_int8_avx2(const ft_nibble *t, const uint8_t *w,
@@ -71,6 +83,14 @@ FT_TARGET_AVX2 static inline __m256i ft_nibble_half32_int8_avx2(const ft_nibble 
     return sum;
 }
 
+/* 8 rows of one line against 8 activations of two digits, in 32 bits, without its offset taken off. */
+FT_TARGET_AVX2 static inline __m256i ft_nibble_half_int15_avx2(const ft_nibble *t, const uint8_t *w, const int8_t *x,
+                                                               const int8_t *low) {
+    __m256i high_sum = _mm256_madd_epi16(ft_nibble_half_int8_avx2(t, w, x), _mm256_set1_epi16(128));
+    __m256i low_sum = _mm256_madd_epi16(ft_nibble_half_int8_avx2(t, w, low), _mm256_set1_epi16(1));
+    return _mm256_add_epi32(high_sum, low_sum);
+}
+
 FT_TARGET_AVX512 static inline void ft_nibble_line_avx512(const ft_nibble *t, const uint8_t *w, const float *x,
                                                           __m512 *s0, __m512 *s1) {
     const __m512 lut = _mm512_loadu_ps(t->fp32); /* the low 4 bits of a lane choose */
@@ -94,6 +114,28 @@ FT_TARGET_VNNI static inline void ft_nibble_line_vnni(const ft_nibble *t, const 
     }
     *s0 = _mm512_dpbusd_epi32(*s0, even, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x)));
     *s1 = _mm512_dpbusd_epi32(*s1, odd, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x + 4)));
+}
+
+/* The same with activations of two digits: sums of the high ones and of the low ones. */
+FT_TARGET_VNNI static inline void ft_nibble_line_vnni15(const ft_nibble *t, const uint8_t *w, const int8_t *x,
+                                                        const int8_t *low, __m512i *high_sum, __m512i *low_sum) {
+    const __m512i lut = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)t->bytes));
+    const __m512i mask = _mm512_set1_epi8(15);
+    __m512i v = _mm512_loadu_si512(w);
+    __m512i even = _mm512_and_si512(v, mask), odd = _mm512_and_si512(_mm512_srli_epi16(v, 4), mask);
+    if (!t->bytes_are_codes) {
+        even = _mm512_shuffle_epi8(lut, even);
+        odd = _mm512_shuffle_epi8(lut, odd);
+    }
+    *high_sum = _mm512_dpbusd_epi32(*high_sum, even, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x)));
+    *low_sum = _mm512_dpbusd_epi32(*low_sum, even, _mm512_set1_epi32((int)ft_load32((const uint8_t *)low)));
+    *high_sum = _mm512_dpbusd_epi32(*high_sum, odd, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x + 4)));
+    *low_sum = _mm512_dpbusd_epi32(*low_sum, odd, _mm512_set1_epi32((int)ft_load32((const uint8_t *)low + 4)));
+}
+
+/* 128 * high + low, whole. */
+FT_TARGET_VNNI static inline __m512 ft_digits_avx512(__m512i high, __m512i low) {
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
 }
 
 /* 16-bit table look-up of the low nibble of each half lane gives bf16 pairs. */

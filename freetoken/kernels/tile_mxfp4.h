@@ -42,6 +42,19 @@ static void tile_mxfp4_int8_scalar(const uint8_t *w, ptrdiff_t k, const void *xv
     memcpy(y, sum, sizeof sum);
 }
 
+static void tile_mxfp4_int15_scalar(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
+    const int8_t *x = xv;
+    const float *scale = ft_int8_scales(xv, 2 * k);
+    float sum[16] = {0};
+    for (ptrdiff_t b = 0; b < k / MXFP4_BLOCK; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
+        int32_t part[16] = {0};
+        for (int line = 0; line < 4; line++)
+            ft_nibble_line_int15(&ft_e2m1, w + 16 + 64 * line, x + 8 * line, x + k + 8 * line, part);
+        for (int row = 0; row < 16; row++) sum[row] += (float)part[row] * (.5f * scale[b]) * ft_e8m0(w[row]);
+    }
+    memcpy(y, sum, sizeof sum);
+}
+
 #ifdef FT_X86
 /* sum + part * scale, the scales of 8 or 16 rows read at p. */
 FT_TARGET_AVX2 static inline __m256 ft_e8m0_fmadd_avx2(__m256 part, const uint8_t *p, __m256 sum) {
@@ -92,6 +105,27 @@ FT_TARGET_AVX2 static void tile_mxfp4_int8_avx2(const uint8_t *w, ptrdiff_t k, c
     _mm256_storeu_ps(y + 8, sum[1]);
 }
 
+FT_TARGET_AVX2 static void tile_mxfp4_int15_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
+    const int8_t *x = xv;
+    const float *scale = ft_int8_scales(xv, 2 * k);
+    const int32_t *sums = ft_int8_sums(xv, 2 * k, k / MXFP4_BLOCK);
+    __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (ptrdiff_t b = 0; b < k / MXFP4_BLOCK; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
+        for (int p = 0; p < 256; p += 64) FT_PREFETCH(w + p);
+        for (int h = 0; h < 2; h++) {
+            __m256i total = _mm256_set1_epi32(-12 * sums[b]);
+            for (int line = 0; line < 4; line++) {
+                const uint8_t *v = w + 16 + 64 * line + 32 * h;
+                total = _mm256_add_epi32(total, ft_nibble_half_int15_avx2(&ft_e2m1, v, x + 8 * line, x + k + 8 * line));
+            }
+            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(.5f * scale[b]));
+            sum[h] = ft_e8m0_fmadd_avx2(part, w + 8 * h, sum[h]);
+        }
+    }
+    _mm256_storeu_ps(y, sum[0]);
+    _mm256_storeu_ps(y + 8, sum[1]);
+}
+
 FT_TARGET_AVX512 static void tile_mxfp4_fp32_avx512(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
     __m512 sum = _mm512_setzero_ps();
@@ -123,6 +157,22 @@ FT_TARGET_VNNI static void tile_mxfp4_int8_vnni(const uint8_t *w, ptrdiff_t k, c
     _mm512_storeu_ps(y, sum);
 }
 
+FT_TARGET_VNNI static void tile_mxfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
+    const int8_t *x = xv;
+    const float *scale = ft_int8_scales(xv, 2 * k);
+    const int32_t *sums = ft_int8_sums(xv, 2 * k, k / MXFP4_BLOCK);
+    __m512 sum = _mm512_setzero_ps();
+    for (ptrdiff_t b = 0; b < k / MXFP4_BLOCK; b++, w += MXFP4_BYTES, x += MXFP4_BLOCK) {
+        for (int p = 0; p < 256; p += 64) FT_PREFETCH(w + p);
+        __m512i high = _mm512_setzero_si512(), low = _mm512_set1_epi32(-12 * sums[b]);
+        for (int line = 0; line < 4; line++)
+            ft_nibble_line_vnni15(&ft_e2m1, w + 16 + 64 * line, x + 8 * line, x + k + 8 * line, &high, &low);
+        __m512 part = _mm512_mul_ps(ft_digits_avx512(high, low), _mm512_set1_ps(.5f * scale[b]));
+        sum = ft_e8m0_fmadd_avx512(part, w, sum);
+    }
+    _mm512_storeu_ps(y, sum);
+}
+
 FT_TARGET_BF16 static void tile_mxfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const uint8_t *x = xv;
     __m512 sum = _mm512_setzero_ps();
@@ -139,11 +189,14 @@ FT_TARGET_BF16 static void tile_mxfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_
 static const ft_kernel ft_kernels_mxfp4[] = {
     {FT_SCALAR, FT_FP32, tile_mxfp4_fp32_scalar, NULL},
     {FT_SCALAR, FT_INT8, tile_mxfp4_int8_scalar, ft_nibble_order_int8},
+    {FT_SCALAR, FT_INT15, tile_mxfp4_int15_scalar, ft_nibble_order_int8},
 #ifdef FT_X86
     {FT_AVX2, FT_FP32, tile_mxfp4_fp32_avx2, NULL},
     {FT_AVX2, FT_INT8, tile_mxfp4_int8_avx2, ft_nibble_order_int8},
+    {FT_AVX2, FT_INT15, tile_mxfp4_int15_avx2, ft_nibble_order_int8},
     {FT_AVX512, FT_FP32, tile_mxfp4_fp32_avx512, NULL},
     {FT_AVX512VNNI, FT_INT8, tile_mxfp4_int8_vnni, ft_nibble_order_int8},
+    {FT_AVX512VNNI, FT_INT15, tile_mxfp4_int15_vnni, ft_nibble_order_int8},
     {FT_AVX512BF16, FT_BF16, tile_mxfp4_bf16_avx512bf16, ft_nibble_order_bf16},
 #endif
     {FT_LEVELS, 0, NULL, NULL},

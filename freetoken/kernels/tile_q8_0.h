@@ -35,6 +35,20 @@ static void tile_q8_0_int8_scalar(const uint8_t *w, ptrdiff_t k, const void *xv,
     memcpy(y, sum, sizeof sum);
 }
 
+static void tile_q8_0_int15_scalar(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
+    const int8_t *x = xv;
+    const float *scale = ft_int8_scales(xv, 2 * k);
+    float sum[16] = {0};
+    for (ptrdiff_t b = 0; b < k / Q8_0_BLOCK; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK)
+        for (int row = 0; row < 16; row++) {
+            int32_t part = 0;
+            for (int i = 0; i < Q8_0_BLOCK; i++)
+                part += (int8_t)w[32 + 64 * (i / 4) + 4 * row + i % 4] * (128 * x[i] + x[k + i]);
+            sum[row] += (float)part * scale[b] * ft_fp16(w + 2 * row);
+        }
+    memcpy(y, sum, sizeof sum);
+}
+
 #ifdef FT_X86
 FT_TARGET_AVX2 static void tile_q8_0_fp32_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
@@ -77,6 +91,30 @@ FT_TARGET_AVX2 static void tile_q8_0_int8_avx2(const uint8_t *w, ptrdiff_t k, co
                 __m256i xl = _mm256_set1_epi32((int)ft_load32((const uint8_t *)x + 4 * line));
                 __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(xl, v));
                 total = _mm256_add_epi32(total, _mm256_madd_epi16(pair, one));
+            }
+            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(xscale[b]));
+            sum[h] = _mm256_fmadd_ps(part, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(w + 16 * h))), sum[h]);
+        }
+    }
+    _mm256_storeu_ps(y, sum[0]);
+    _mm256_storeu_ps(y + 8, sum[1]);
+}
+
+FT_TARGET_AVX2 static void tile_q8_0_int15_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
+    const uint8_t *x = xv;
+    const float *xscale = ft_int8_scales(xv, 2 * k);
+    const __m256i one = _mm256_set1_epi16(1), high = _mm256_set1_epi16(128);
+    __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (ptrdiff_t b = 0; b < k / Q8_0_BLOCK; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
+        for (int p = 0; p < 544; p += 64) FT_PREFETCH(w + p);
+        for (int h = 0; h < 2; h++) {
+            __m256i total = _mm256_setzero_si256();
+            for (int line = 0; line < 8; line++) {
+                __m256i v = _mm256_loadu_si256((const void *)(w + 32 + 64 * line + 32 * h)), size = _mm256_abs_epi8(v);
+                __m256i xh = _mm256_sign_epi8(_mm256_set1_epi32((int)ft_load32(x + 4 * line)), v);
+                __m256i xl = _mm256_sign_epi8(_mm256_set1_epi32((int)ft_load32(x + k + 4 * line)), v);
+                total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_maddubs_epi16(size, xh), high));
+                total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_maddubs_epi16(size, xl), one));
             }
             __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(xscale[b]));
             sum[h] = _mm256_fmadd_ps(part, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(w + 16 * h))), sum[h]);
@@ -131,16 +169,40 @@ FT_TARGET_VNNI static void tile_q8_0_int8_vnni(const uint8_t *w, ptrdiff_t k, co
     }
     _mm512_storeu_ps(y, sum);
 }
+
+FT_TARGET_VNNI static void tile_q8_0_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
+    const uint8_t *x = xv;
+    const float *xscale = ft_int8_scales(xv, 2 * k);
+    const int32_t *sums = ft_int8_sums(xv, 2 * k, k / Q8_0_BLOCK);
+    const __m512i flip = _mm512_set1_epi8((char)0x80);
+    __m512 sum = _mm512_setzero_ps();
+    for (ptrdiff_t b = 0; b < k / Q8_0_BLOCK; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
+        for (int p = 0; p < 544; p += 64) FT_PREFETCH(w + p);
+        __m512i high = _mm512_setzero_si512(), low = _mm512_set1_epi32(-128 * sums[b]);
+        for (int line = 0; line < 8; line++) {
+            __m512i v = _mm512_xor_si512(_mm512_loadu_si512(w + 32 + 64 * line), flip);
+            high = _mm512_dpbusd_epi32(high, v, _mm512_set1_epi32((int)ft_load32(x + 4 * line)));
+            low = _mm512_dpbusd_epi32(low, v, _mm512_set1_epi32((int)ft_load32(x + k + 4 * line)));
+        }
+        __m512 part = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
+        part = _mm512_mul_ps(part, _mm512_set1_ps(xscale[b]));
+        sum = _mm512_fmadd_ps(part, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)w)), sum);
+    }
+    _mm512_storeu_ps(y, sum);
+}
 #endif
 
 static const ft_kernel ft_kernels_q8_0[] = {
     {FT_SCALAR, FT_FP32, tile_q8_0_fp32_scalar, NULL},
     {FT_SCALAR, FT_INT8, tile_q8_0_int8_scalar, NULL},
+    {FT_SCALAR, FT_INT15, tile_q8_0_int15_scalar, NULL},
 #ifdef FT_X86
     {FT_AVX2, FT_FP32, tile_q8_0_fp32_avx2, NULL},
     {FT_AVX2, FT_INT8, tile_q8_0_int8_avx2, NULL},
+    {FT_AVX2, FT_INT15, tile_q8_0_int15_avx2, NULL},
     {FT_AVX512, FT_FP32, tile_q8_0_fp32_avx512, NULL},
     {FT_AVX512VNNI, FT_INT8, tile_q8_0_int8_vnni, NULL},
+    {FT_AVX512VNNI, FT_INT15, tile_q8_0_int15_vnni, NULL},
 #endif
     {FT_LEVELS, 0, NULL, NULL},
 };

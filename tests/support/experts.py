@@ -40,6 +40,10 @@ HALF = Activation("swiglu_clamped", 0.0, 3e38)
 """With up rows of zero: exactly gate / 2."""
 
 
+STEPS = {"int8": 127, "int15": 127 * 128}
+"""The largest whole number of activations of that kind."""
+
+
 def table(fmt: Format) -> list[TileKernel]:
     """All tile functions of a format, whether or not this CPU can run them."""
     kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels._tile_{fmt.kernels}").kernels()
@@ -58,11 +62,11 @@ def kernel_params() -> list[ParameterSet]:
 
 
 def way_params() -> list[ParameterSet]:
-    """(format, tile function, rounding): each as it is and, but for int8, with activations rounded to fp8."""
+    """(format, tile function, rounding): each as it is and, but for int8 and int15, with activations rounded to fp8."""
     found = []
     for param in kernel_params():
         found.append(pytest.param(*param.values, "none", id=param.id, marks=param.marks))
-        if param.values[1].act != "int8":
+        if param.values[1].act not in STEPS:
             found.append(pytest.param(*param.values, "fp8", id=f"{param.id}-fp8", marks=param.marks))
     return found
 
@@ -148,7 +152,7 @@ def round_like(act: str, values: NDArray[np.float64], block: int) -> tuple[NDArr
         )
     blocks = values.reshape(*values.shape[:-1], -1, block)
     top = np.abs(blocks).max(axis=-1, keepdims=True)
-    step = np.where(top > 1e-30, top / 127, 0.0)
+    step = np.where(top > 1e-30, top / STEPS[act], 0.0)
     ratio = blocks / np.where(step > 0, step, np.inf)
     near_tie = np.abs(np.abs(ratio - np.floor(ratio)) - 0.5) * step < doubt[..., None]
     return (np.rint(ratio) * step).reshape(values.shape), (near_tie * step).reshape(values.shape)
@@ -198,9 +202,9 @@ def round_like_fp32(act: str, x: NDArray[np.float32], block: int) -> NDArray[np.
     blocks = x.reshape(len(x), -1, block)
     top = np.abs(blocks).max(axis=-1, keepdims=True)
     positive = top > 1e-30
-    inverse = np.where(positive, np.float32(127) / np.where(positive, top, 1), 0).astype(np.float32)
+    inverse = np.where(positive, np.float32(STEPS[act]) / np.where(positive, top, 1), 0).astype(np.float32)
     codes = np.rint(blocks * inverse)
-    return (codes.astype(np.float64) * np.where(positive, top / np.float32(127), 0)).reshape(x.shape)
+    return (codes.astype(np.float64) * np.where(positive, top / np.float32(STEPS[act]), 0)).reshape(x.shape)
 
 
 def check_close(

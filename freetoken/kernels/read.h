@@ -1,6 +1,6 @@
 /* Reads memory and does next to nothing with it: the roof that expert layers are measured against.
  *
- * plain      one run of each thread's share, 256 bytes at a time
+ * plain      one run, 256 bytes at a time
  * prefetch   the same, lines asked for FT_AHEAD bytes ahead
  * streams    four runs side by side
  *

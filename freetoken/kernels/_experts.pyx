@@ -133,7 +133,8 @@ cdef void prepare_bf16(const job *j, const float *x, ptrdiff_t n, uint16_t *out)
 
 
 cdef void prepare_int(
-    const job *j, const float *x, ptrdiff_t n, int steps, signed char *out, signed char *low, float *scales, int32_t *sums
+    const job *j, const float *x, ptrdiff_t n, int steps,
+    signed char *out, signed char *low, float *scales, int32_t *sums,
 ) noexcept nogil:
     # Per block amax / steps, codes to nearest even; an all-zero block has scale 0. Magnitudes are compared as integers,
     # where a NaN is the largest: it becomes the scale and reaches the output. low: where the low digits go, if codes

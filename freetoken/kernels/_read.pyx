@@ -22,9 +22,9 @@ cdef enum:
 def read(const uint8_t[::1] memory, str way, int n_threads):
     """Read (n,) uint8, n a multiple of `STEP`, once, with `n_threads` threads; way: one of `WAYS`.
 
-    Threads take pieces of 1 MiB turn by turn: cores are not equally fast, and with equal shares all wait for the slowest
-    (16 Xeon cores: 102 against 150 GB/s). Returns the sum of its bytes taken as 64-bit numbers, modulo 2**64. The GIL
-    is released.
+    Threads take pieces of 1 MiB turn by turn: cores are not equally fast, and with equal shares all wait for the
+    slowest (16 Xeon cores: 102 against 150 GB/s). Returns the sum of its bytes taken as 64-bit numbers, modulo 2**64.
+    The GIL is released.
     """
     if way not in NUMBERS:
         raise ValueError(f"unknown way {way!r}, expected one of {', '.join(WAYS)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -127,6 +128,36 @@ def test_an_error_in_one_expert_surfaces(tmp_path: Path, threads: int) -> None:
         fill_banks(zip(banks, groups, strict=True), threads)
     assert 1 in banks[0].missing
     assert not [t for t in threading.enumerate() if t.name.startswith("freetoken-load")]
+
+
+@pytest.mark.parametrize("dialect", [d for d in DIALECTS if d != "bf16"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_scale_that_is_no_number_surfaces(tmp_path: Path, dialect: str, cut: bool) -> None:
+    """Also where nobody looked at scales before, as when a folder is converted."""
+    tensors = qwen3_tensors(dialect)
+    (name,) = (n for n in tensors if re.search(r"layers\.0\..*\.1\.down_proj\.weight_scale(_inv)?$", n))
+    dtype, scales = tensors[name]
+    scales.reshape(-1)[-1] = {"F8_E4M3": 0xFF, "BF16": 0x7FC0, "F32": np.nan}.get(dtype, 255)
+    group, *_ = groups_of(write_folder(tmp_path / "m", qwen3_config(quantization_config=DIALECTS[dialect][0]), tensors))
+    bank = sharded(group, (0,)) if cut else Bank(group.layout(), EXPERTS)
+    with pytest.raises(CheckpointError, match=f"'{name}': row"):
+        fill_banks([(bank, group)], 2)
+    assert 1 in bank.missing
+
+
+def test_a_scale_that_only_looks_like_no_number(tmp_path: Path) -> None:
+    """Of minus zero, in one expert of those that are written at once."""
+    rng = np.random.default_rng(0)
+    tensors = experts(rng, "modelopt", "model.layers.0.mlp.experts", 16)
+    tensors["model.layers.0.mlp.experts.5.up_proj.weight_scale"][1][-1, -1] = 0x80
+    config = qwen3_config(quantization_config=DIALECTS["modelopt"][0], num_experts=16)
+    (group,) = groups_of(write_folder(tmp_path / "m", config, tensors))
+    group.check_scales()
+    (bank,) = fill((group,), 1)
+    record = np.empty(bank.layout.nbytes, np.uint8)
+    for e in range(16):
+        bank.layout.pack(group.read(e), record)
+        np.testing.assert_array_equal(bank.records[e], record)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])

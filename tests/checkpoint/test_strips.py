@@ -8,7 +8,8 @@ import mmap
 import os
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,9 @@ import pytest
 from numpy.typing import NDArray
 
 from freetoken import formats
+from freetoken.checkpoint.direct import read_direct
 from freetoken.checkpoint.open import open_any, scan_any
-from freetoken.checkpoint.safetensors import TensorInfo
+from freetoken.checkpoint.safetensors import TensorInfo, read_exactly
 from freetoken.checkpoint.strips import StoredExpert, StoredRows, look_alarming, write_stored
 from freetoken.errors import CheckpointError
 from freetoken.formats.base import Matrix
@@ -306,6 +308,30 @@ def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
 def make_folder(folder: Path) -> Path:
     folder.mkdir()
     return folder
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+@pytest.mark.parametrize("read", ["permuted", "looked at", "plainly", "directly"])
+def test_a_file_that_became_a_pipe_is_not_waited_for(tmp_path: Path, read: str) -> None:
+    layout = RecordLayout(formats.get("nvfp4"), *SHAPES[0])
+    stored = store_expert(Store(tmp_path), make_expert(layout.format, *SHAPES[0]), "separate")
+    info, out = stored.rows[0].codes, np.empty((1, layout.nbytes), np.uint8)
+    info.file.unlink()
+    os.mkfifo(info.file)
+    ways: dict[str, Callable[[], object]] = {
+        "permuted": lambda: write_stored([stored], layout, layout, 0, out),
+        "looked at": lambda: look_alarming([info], layout.format),
+        "plainly": lambda: read_exactly(info, info.offset, out[0]),
+        "directly": lambda: read_direct(info, info.offset, out[0]),
+    }
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(ways[read])
+        try:
+            with pytest.raises(CheckpointError, match=f"tensor '{info.name}' cannot be read: Illegal seek"):
+                future.result(timeout=60)
+        finally:
+            if not future.done():  # let it go
+                os.close(os.open(info.file, os.O_WRONLY))
 
 
 LARGE = (1024, 2048)

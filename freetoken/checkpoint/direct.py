@@ -42,7 +42,7 @@ def _read_cached(file: Path, offset: int, out: NDArray[np.uint8]) -> bool:
     if not flag or not out.nbytes:
         return False
     try:
-        fd = os.open(file, os.O_RDONLY)
+        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # as below
         return False
     try:
@@ -69,7 +69,7 @@ def _read_blocks(file: Path, offset: int, out: NDArray[np.uint8]) -> int:
     if not flag or not out.nbytes:
         return 0
     try:
-        fd = os.open(file, os.O_RDONLY | flag)
+        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | flag)
     except OSError:  # a plain read comes next, and names the file if it fails as well
         return 0
     try:

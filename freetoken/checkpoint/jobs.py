@@ -24,9 +24,8 @@ def run_jobs(run: Callable[[Job], object], jobs: Iterable[Job], threads: int) ->
             raise
 
     with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="freetoken-load") as pool:
-        futures = [pool.submit(start, job) for job in jobs]
         try:
-            for future in futures:
+            for future in [pool.submit(start, job) for job in jobs]:
                 future.result()
         except BaseException:
             stopped.set()

@@ -94,7 +94,7 @@ def fill_banks(
 ) -> None:
     """Fill each bank with its source's experts, in the bank's format, with `threads` threads; check shared ones.
 
-    on_bytes is called from those threads with the bytes of each record written. The first error stops the rest and
+    on_bytes is called from those threads with the bytes of the records just written. The first error stops the rest and
     is raised. placement: whose CPUs are near a bank's node; records of such a bank are written by threads that stay
     there, so that these touch its pages first.
     """

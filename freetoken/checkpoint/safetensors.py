@@ -217,13 +217,17 @@ def open_file(file: Path) -> Iterator[tuple[BinaryIO, int]]:
     Pipes and devices are refused: opening one may wait for ever, and reading one need not end.
     """
     try:
-        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
+        with open(file, "rb", opener=_open_now) as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{file} cannot be read: it is a pipe or a device, not a file", file=str(file))
             yield stream, status.st_size
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}", file=str(file)) from error
+
+
+def _open_now(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _check_entry(file: Path, name: str, entry: Any, data_start: int, size: int) -> TensorInfo:
@@ -359,7 +363,7 @@ def read_exactly(info: TensorInfo, offset: int, out: NDArray[np.uint8]) -> None:
     """Fill `out` from byte `offset` of a tensor's file on; raises `CheckpointError` where the file ends or fails."""
     view = out.data
     try:
-        with info.file.open("rb", buffering=0) as stream:
+        with open(info.file, "rb", buffering=0, opener=_open_now) as stream:
             stream.seek(offset)
             while view.nbytes:
                 got = stream.readinto(view)

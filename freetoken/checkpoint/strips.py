@@ -2,7 +2,7 @@
 
 A loader that reads an expert into NumPy arrays and packs these does the work of one that writes tiles as it reads, and
 more: so `stored` experts, those in the format they will be held in, are written here, and only what cannot be is read
-and packed (`load.write_record`). Both give the same bytes. `_strips.pyx` does the work, without the GIL.
+and packed (`load.write_records`). Both give the same bytes. `_strips.pyx` does the work, without the GIL.
 """
 
 from __future__ import annotations

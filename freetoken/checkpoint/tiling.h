@@ -55,6 +55,10 @@ static inline ft_dwords ft_pair_nibbles(ft_dwords v) {
 
 /* All ones in the lanes of `v` that have all of `bits`; width is a constant. */
 static inline ft_dwords ft_match(ft_dwords v, int width, uint32_t bits) {
+    if (width == 4) {
+        const ft_dwords mask = (ft_dwords){0} + bits;
+        return (ft_dwords)((v & mask) == mask);
+    }
     if (width == 2) {
         const ft_words mask = (ft_words){0} + (uint16_t)bits;
         return (ft_dwords)(((ft_words)v & mask) == mask);
@@ -158,7 +162,6 @@ static inline __attribute__((always_inline)) int ft_scales(const ft_tiling *t, c
     for (; b < blocks; b++)
         for (int r = 0; r < FT_ROWS; r++)
             memcpy(tile + b * block_bytes + r * width, rows[r] + b * t->scale_step, (size_t)width);
-    if (width > 2) return 0;
     for (int i = 0; i < 2; i++) {
         if (!t->scale_bits[i]) continue;
         ft_dwords any = {0};

@@ -21,6 +21,8 @@ _BLOCK = 128
 _SMALLEST = np.float32(448 * 2.0**-126)
 """Blocks of smaller weights take the smallest normal scale: a subnormal one costs some processors dearly."""
 _LARGEST = np.finfo(np.float32).max / np.float32(448)
+_FROM_2_113, _SIGN = 0x78000000, 0x80000000
+"""Bits that all NaN, infinite and too large fp32 have, and others from 2**113 up; and all negative ones."""
 
 
 class FP8Block(Format):
@@ -34,6 +36,7 @@ class FP8Block(Format):
     ragged = True
     row_group = _BLOCK
     code_alarm = 0x7F
+    scale_alarms = (_FROM_2_113, _SIGN)
     kernels = "fp8_block"
     spellings = tuple(
         Spelling(

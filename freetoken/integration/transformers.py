@@ -156,7 +156,7 @@ def load(
     check_config(found)
     config = _read_config(found.checkpoint, trust_remote_code)
     resolved = resolve_dtype(config, dtype)
-    readers = require_memory(found, fmt, shared, resolved.itemsize, len(workers), max(1, len(where.nodes)))
+    readers = require_memory(found, fmt, shared, resolved.itemsize, len(workers), where.pieces)
     with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
         found.check_scales(bar.update, readers)
     executor, watch = Executor(workers, resolved, machine.why(threads), where), guard.from_settings()

@@ -56,6 +56,11 @@ class Placement:
         named = {"shard": "shard over nodes ", "interleave": "interleave over nodes ", "node": "node ", "off": "off"}
         return f"{named[self.policy]}{where} ({self.why})"
 
+    @property
+    def pieces(self) -> int:
+        """In how many mappings a bank lies, if it can be cut."""
+        return len(self.nodes) if self.policy == "shard" else 1
+
     def seats(self, workers: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Where the thread of each worker may sit: on the CPUs of the workers of its node."""
         pairs = list(zip(workers, self.homes, strict=True))

@@ -567,6 +567,17 @@ def test_a_fused_scale_of_255(tmp_path: Path) -> None:
         group.check_scales()
 
 
+@pytest.mark.parametrize("where", [(0, 0), (EXPERTS - 1, -1)])
+def test_a_bias_that_is_no_number(tmp_path: Path, where: tuple[int, int]) -> None:
+    """Though all scales are fine."""
+    tensors = native_gptoss()
+    tensors[f"{UP}_bias"][1][where] = 0x7FC0
+    (group,) = scan_folder(write_folder(tmp_path / "m", GPTOSS, tensors)).groups
+    for check in (group.check_scales, lambda: group.read(where[0]), lambda: group.stored(where[0])):
+        with pytest.raises(CheckpointError, match=rf"'{UP}_bias': the bias of expert {where[0]} holds a NaN"):
+            check()
+
+
 def test_a_fused_width_that_the_format_cannot_hold(tmp_path: Path) -> None:
     """Half a block: the width is found in the headers and refused, whatever the scales' shape says."""
     section = compressed_tensors("mxfp4-pack-quantized")

@@ -85,6 +85,7 @@ def test_policies(
     chosen = choose(found, found.workers(), request_)
 
     assert (chosen.policy, chosen.nodes) == (policy, on)
+    assert chosen.pieces == (2 if policy == "shard" else 1)
     assert bool(kernel.calls) == (policy != "off")
     assert set(found.workers()) == topology.parse_cpu_list(mask)  # never confined
     assert str(chosen).startswith(f"{policy} over nodes {on[0]}, " if len(on) > 1 else f"{policy}")

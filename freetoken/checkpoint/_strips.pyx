@@ -123,7 +123,10 @@ cdef int write_piece(
 
 
 cdef void find_ends(Piece *pieces, int n) noexcept nogil:
-    """Set how far each file is wanted: where rows end, others may begin, of a piece further on or further back."""
+    """Set how far each file is wanted: where rows end, others may begin, of a piece further on or further back.
+
+    Codes are followed by codes and scales by scales: each kind has a window of its own.
+    """
     cdef Rows *rows
     cdef Rows *other
     cdef int i, j
@@ -135,7 +138,7 @@ cdef void find_ends(Piece *pieces, int n) noexcept nogil:
         changed = False
         for i in range(2 * n - 1, -1, -1):  # pieces are in the order of the file: what follows is known already
             rows = &pieces[i // 2].codes if i % 2 == 0 else &pieces[i // 2].scales
-            for j in range(2 * n):
+            for j in range(i % 2, 2 * n, 2):
                 other = &pieces[j // 2].codes if j % 2 == 0 else &pieces[j // 2].scales
                 if rows.file and other.file == rows.file and other.offset == rows.end and other.end > rows.end:
                     rows.end = other.end

@@ -22,6 +22,8 @@ from freetoken.formats.record import Expert, RecordLayout
 from freetoken.memory.placement import Placement, bind_thread
 
 T = TypeVar("T")
+_BATCH = 256
+"""Experts that are written at once, however small: the search for what follows what in a file is quadratic."""
 
 
 class ExpertSource(Protocol):
@@ -166,5 +168,5 @@ def fill_banks(
 def _batches(bank: LayerBank, source: ExpertSource, threads: int) -> list[range]:
     """The experts of a layer, some at a time: few enough for every thread to have some."""
     of_expert = max(1, bank.nbytes // bank.n_experts)
-    n = max(1, min(BATCH_BYTES // of_expert, source.n_experts // (4 * threads)))
+    n = max(1, min(BATCH_BYTES // of_expert, _BATCH, source.n_experts // (4 * threads)))
     return [range(start, min(start + n, source.n_experts)) for start in range(0, source.n_experts, n)]

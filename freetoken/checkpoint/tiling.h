@@ -14,7 +14,7 @@
 enum {
     FT_ROWS = 16,
     FT_LINE = 64,
-    FT_AHEAD = 2048 /* bytes of tiles whose lines are asked for before they are written: 0.78 to 0.87 of a plain read */
+    FT_WRITE_AHEAD = 2048 /* lines of tiles are asked for so early: that raises 0.78 of a plain read to 0.87 */
 };
 
 typedef uint32_t ft_dwords __attribute__((vector_size(16)));
@@ -71,7 +71,7 @@ static inline ft_dwords ft_match(ft_dwords v, int width, uint32_t bits) {
 static inline __attribute__((always_inline)) void ft_lines(const uint8_t *const *rows, ptrdiff_t at, uint8_t *const *lines,
                                                            int halves, int width, uint32_t bits, ft_dwords *found) {
     ft_dwords out[4][FT_ROWS / 4];
-    for (int i = 0; i < 4; i++) __builtin_prefetch(lines[i] + FT_AHEAD, 1);
+    for (int i = 0; i < 4; i++) __builtin_prefetch(lines[i] + FT_WRITE_AHEAD, 1);
     for (int r = 0; r < FT_ROWS; r += 4) {
         ft_dwords v[4];
         for (int i = 0; i < 4; i++) {

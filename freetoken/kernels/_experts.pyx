@@ -17,7 +17,7 @@ its gate and up and its down, and the outputs of the shards are added in their o
 depend on how experts are cut, and on nothing else. `ShardedLayer` is the Python face.
 """
 from cython.parallel cimport parallel, threadid
-from libc.math cimport NAN, expf, lrintf
+from libc.math cimport NAN
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
@@ -28,6 +28,13 @@ cdef extern from "team.h" nogil:
     enum:
         FT_MAX_CPUS
     void ft_bind_thread(const uint64_t *mask, ptrdiff_t words, uint64_t key)
+
+cdef extern from "values.h" nogil:
+    void ft_swish(const float *g, float alpha, float *out)
+    void ft_whole_block(
+        const float *x, ptrdiff_t n, int steps, const uint8_t *order, ptrdiff_t line,
+        signed char *out, signed char *low, float *scale, int32_t *sum,
+    )
 
 cdef enum:
     TILE = 16
@@ -136,43 +143,14 @@ cdef void prepare_int(
     const job *j, const float *x, ptrdiff_t n, int steps,
     signed char *out, signed char *low, float *scales, int32_t *sums,
 ) noexcept nogil:
-    # Per block amax / steps, codes to nearest even; an all-zero block has scale 0. Magnitudes are compared as integers,
-    # where a NaN is the largest: it becomes the scale and reaches the output. low: where the low digits go, if codes
-    # have two, 128 * high + low.
-    cdef ptrdiff_t b, k, i, at, size
-    cdef float top, inverse
-    cdef int code, high
-    cdef int32_t bits, top_bits
-    cdef int32_t total
-    cdef const uint8_t *order = j.kernel.order
+    """Blocks of whole numbers, of one digit or, with `low`, two."""
+    cdef ptrdiff_t b, at
     for b in range(blocks_of(j, n)):
-        size = min(j.block, n - b * j.block)
-        top_bits = 0
-        for k in range(size):
-            memcpy(&bits, &x[k], sizeof(float))
-            top_bits = max(top_bits, bits & 0x7fffffff)
-        memcpy(&top, &top_bits, sizeof(float))
-        inverse = 0.0 if top <= 1e-30 else steps / top
-        total = 0
-        k = 0
-        while k < size:
-            for i in range(j.line):
-                code = <int> lrintf(x[k + i] * inverse)
-                total += code
-                at = k + (i if order == NULL else order[i])
-                if low == NULL:
-                    out[at] = <signed char> code
-                else:
-                    high = (code + 64) >> 7
-                    out[at] = <signed char> high
-                    low[at] = <signed char> (code - 128 * high)
-            k += j.line
-        scales[b] = 0.0 if top <= 1e-30 else top / steps
-        sums[b] = total
-        x += j.block
-        out += j.block
-        if low != NULL:
-            low += j.block
+        at = b * j.block
+        ft_whole_block(
+            x + at, min(j.block, n - at), steps, j.kernel.order, j.line,
+            out + at, NULL if low == NULL else low + at, &scales[b], &sums[b],
+        )
 
 
 cdef void prepare(
@@ -245,19 +223,25 @@ cdef inline void finish_tile(
 
 cdef void activate(const job *j, const float *gate, const float *up, float *out) noexcept nogil:
     cdef int i
-    cdef float g, u
+    cdef float g[TILE]
+    cdef float u[TILE]
     if j.activation == SILU:
+        ft_swish(gate, 1, g)
         for i in range(TILE):
-            out[i] = gate[i] / (1 + expf(-gate[i])) * up[i]
+            out[i] = g[i] * up[i]
+        return
+    for i in range(TILE):
+        # comparisons in this order keep a NaN
+        g[i] = j.limit if gate[i] > j.limit else gate[i]
+        u[i] = j.limit if up[i] > j.limit else (-j.limit if up[i] < -j.limit else up[i])
+    if j.activation == SILU_LIMITED:
+        ft_swish(g, 1, g)
+        for i in range(TILE):
+            out[i] = g[i] * u[i]
     else:
+        ft_swish(g, j.alpha, g)
         for i in range(TILE):
-            # comparisons in this order keep a NaN
-            g = j.limit if gate[i] > j.limit else gate[i]
-            u = j.limit if up[i] > j.limit else (-j.limit if up[i] < -j.limit else up[i])
-            if j.activation == SILU_LIMITED:
-                out[i] = g / (1 + expf(-g)) * u
-            else:
-                out[i] = g / (1 + expf(-j.alpha * g)) * (u + 1)
+            out[i] = g[i] * (u[i] + 1)
 
 
 cdef void gate_up_chunk(const job *j, ptrdiff_t group, ptrdiff_t chunk, ptrdiff_t chunk_tiles, float *h) noexcept nogil:

@@ -1,0 +1,85 @@
+/* What happens to 16 sums, or to a block of activations, between two products: small loops that the compiler turns into
+ * vectors of its baseline, the same on every tier. A scalar expf and lrintf took 0.5 us for each 37 KB of 4-bit weights, an
+ * eighth to a quarter of the time in which these are read.
+ */
+#ifndef FREETOKEN_VALUES_H
+#define FREETOKEN_VALUES_H
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { FT_TILE_ROWS = 16 };
+
+/* Added to a value below 2^22, this leaves its nearest whole number (ties to even) in the lowest bits. */
+#define FT_TO_WHOLE 12582912.f
+
+static inline int32_t ft_bits_of(float value) {
+    int32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static inline float ft_float_of(int32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* e^x within 2 ulp for x from -87 to 88, beyond as at these ends; a NaN stays one. 2^n times a Taylor polynomial of the
+ * rest, which is at most ln(2) / 2; ln(2) is in two parts, the first of which times n is exact. */
+static inline float ft_exp(float x) {
+    x = x > 88.f ? 88.f : x;
+    x = x < -87.f ? -87.f : x;
+    const float whole = x * 1.44269504f + FT_TO_WHOLE, n = whole - FT_TO_WHOLE;
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.f / 5040;
+    p = p * r + 1.f / 720;
+    p = p * r + 1.f / 120;
+    p = p * r + 1.f / 24;
+    p = p * r + 1.f / 6;
+    p = p * r + .5f;
+    p = p * r + 1.f;
+    p = p * r + 1.f;
+    return p * ft_float_of((int32_t)(((uint32_t)ft_bits_of(whole) + 127u) << 23));
+}
+
+/* g * sigmoid(alpha * g) of 16 values. */
+static inline void ft_swish(const float *g, float alpha, float *out) {
+    for (int i = 0; i < FT_TILE_ROWS; i++) out[i] = g[i] / (1.f + ft_exp(-alpha * g[i]));
+}
+
+/* A block of activations as whole numbers from -steps to steps and their scale, amax / steps; an all-zero block has scale
+ * 0. Magnitudes are compared as integers, where a NaN is the largest: it becomes the scale and reaches the output.
+ *
+ * n <= 128 of them, a multiple of `line`; value k of a line goes to place order[k] (NULL: k). low: where the low digits of
+ * numbers 128 * high + low go, NULL for numbers of one digit.
+ */
+static inline void ft_whole_block(const float *x, ptrdiff_t n, int steps, const uint8_t *order, ptrdiff_t line, int8_t *out,
+                                  int8_t *low, float *scale, int32_t *sum) {
+    int32_t code[128], high[128], top_bits = 0;
+    uint32_t total = 0;
+    for (ptrdiff_t k = 0; k < n; k++) {
+        const int32_t bits = ft_bits_of(x[k]) & 0x7fffffff;
+        top_bits = bits > top_bits ? bits : top_bits;
+    }
+    const float top = ft_float_of(top_bits);
+    const float inverse = top <= 1e-30f ? 0.f : (float)steps / top;
+    for (ptrdiff_t k = 0; k < n; k++) {
+        code[k] = (int32_t)((uint32_t)ft_bits_of(x[k] * inverse + FT_TO_WHOLE) - 0x4b400000u);
+        total += (uint32_t)code[k];
+    }
+    if (low)
+        for (ptrdiff_t k = 0; k < n; k++) {
+            high[k] = (int32_t)((uint32_t)code[k] + 64u) >> 7;
+            code[k] = (int32_t)((uint32_t)code[k] - 128u * (uint32_t)high[k]);
+        }
+    for (ptrdiff_t k = 0; k < n; k += line)
+        for (ptrdiff_t i = 0; i < line; i++) {
+            const ptrdiff_t at = k + (order ? order[i] : i);
+            out[at] = (int8_t)(low ? high[k + i] : code[k + i]);
+            if (low) low[at] = (int8_t)code[k + i];
+        }
+    *scale = top <= 1e-30f ? 0.f : top / (float)steps;
+    *sum = (int32_t)total;
+}
+#endif

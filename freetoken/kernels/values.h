@@ -1,6 +1,6 @@
 /* What happens to 16 sums, or to a block of activations, between two products: small loops that the compiler turns into
- * vectors of its baseline, the same on every tier. A scalar expf and lrintf took 0.5 us for each 37 KB of 4-bit weights, an
- * eighth to a quarter of the time in which these are read.
+ * vectors of its baseline, the same on every tier. With a scalar expf and lrintf, layers of small 4-bit experts, which lie
+ * in the cache, gave 16 to 18 GB/s on two Zen 5 cores; so they give 22 to 24.
  */
 #ifndef FREETOKEN_VALUES_H
 #define FREETOKEN_VALUES_H

@@ -206,7 +206,7 @@ class ExpertGroup(LayerExperts):
                     _check_scales(self.written, parts, scales, self.checkpoint)
 
     def _scales_look_clean(self) -> bool:
-        """Whether a quick look finds nothing; if it does, each matrix has to be checked by itself."""
+        """Whether a quick look at all of them finds nothing to be judged matrix by matrix."""
         fmt = self.format
         if fmt.scale_dtype is None:
             return True

@@ -1,7 +1,7 @@
 /* A barrier for the threads inside one layer, whatever team they belong to.
  *
- * Threads meet several times within some hundred microseconds, so they spin, politely (pause). A thread that waits longer,
- * some 50 us, sleeps: the one that it waits for has lost its core to somebody else, and gets this one.
+ * Threads meet several times within some hundred microseconds, so they spin, politely (pause). A thread that waits
+ * for 2000 pauses sleeps: the one that it waits for has lost its core to somebody else, and gets this one.
  */
 #ifndef FREETOKEN_BARRIER_H
 #define FREETOKEN_BARRIER_H

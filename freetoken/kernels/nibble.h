@@ -102,16 +102,24 @@ FT_TARGET_AVX512 static inline void ft_nibble_line_avx512(const ft_nibble *t, co
     }
 }
 
+/* A line's unsigned bytes: of the even weights, then of the odd ones. */
+FT_TARGET_AVX512 static inline void ft_nibble_bytes_avx512(const ft_nibble *t, const uint8_t *w, __m512i *even,
+                                                           __m512i *odd) {
+    const __m512i lut = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)t->bytes));
+    const __m512i mask = _mm512_set1_epi8(15);
+    __m512i v = _mm512_loadu_si512(w);
+    *even = _mm512_and_si512(v, mask);
+    *odd = _mm512_and_si512(_mm512_srli_epi16(v, 4), mask);
+    if (!t->bytes_are_codes) {
+        *even = _mm512_shuffle_epi8(lut, *even);
+        *odd = _mm512_shuffle_epi8(lut, *odd);
+    }
+}
+
 FT_TARGET_VNNI static inline void ft_nibble_line_vnni(const ft_nibble *t, const uint8_t *w, const int8_t *x,
                                                       __m512i *s0, __m512i *s1) {
-    const __m512i lut = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)t->bytes));
-    const __m512i low = _mm512_set1_epi8(15);
-    __m512i v = _mm512_loadu_si512(w);
-    __m512i even = _mm512_and_si512(v, low), odd = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
-    if (!t->bytes_are_codes) {
-        even = _mm512_shuffle_epi8(lut, even);
-        odd = _mm512_shuffle_epi8(lut, odd);
-    }
+    __m512i even, odd;
+    ft_nibble_bytes_avx512(t, w, &even, &odd);
     *s0 = _mm512_dpbusd_epi32(*s0, even, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x)));
     *s1 = _mm512_dpbusd_epi32(*s1, odd, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x + 4)));
 }
@@ -119,14 +127,8 @@ FT_TARGET_VNNI static inline void ft_nibble_line_vnni(const ft_nibble *t, const 
 /* The same with activations of two digits: sums of the high ones and of the low ones. */
 FT_TARGET_VNNI static inline void ft_nibble_line_vnni15(const ft_nibble *t, const uint8_t *w, const int8_t *x,
                                                         const int8_t *low, __m512i *high_sum, __m512i *low_sum) {
-    const __m512i lut = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)t->bytes));
-    const __m512i mask = _mm512_set1_epi8(15);
-    __m512i v = _mm512_loadu_si512(w);
-    __m512i even = _mm512_and_si512(v, mask), odd = _mm512_and_si512(_mm512_srli_epi16(v, 4), mask);
-    if (!t->bytes_are_codes) {
-        even = _mm512_shuffle_epi8(lut, even);
-        odd = _mm512_shuffle_epi8(lut, odd);
-    }
+    __m512i even, odd;
+    ft_nibble_bytes_avx512(t, w, &even, &odd);
     *high_sum = _mm512_dpbusd_epi32(*high_sum, even, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x)));
     *low_sum = _mm512_dpbusd_epi32(*low_sum, even, _mm512_set1_epi32((int)ft_load32((const uint8_t *)low)));
     *high_sum = _mm512_dpbusd_epi32(*high_sum, odd, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x + 4)));

@@ -1,7 +1,7 @@
 /* Pieces of a thread's share of a phase, taken one by one by that thread, and by others once they are done with theirs.
  *
  * Shares are equal, but cores are not: a foreign thread, another core's clock or a busier memory channel makes one late,
- * and all wait for it at the barrier. Taking a piece costs one atomic addition; a piece is some 10 us of work.
+ * and all wait for it at the barrier. Taking a piece costs one atomic addition; a piece is two tiles or more.
  */
 #ifndef FREETOKEN_QUEUE_H
 #define FREETOKEN_QUEUE_H

@@ -15,7 +15,7 @@ ERROR_BOUND = {"fp32": 4e-6, "bf16": 8e-3, "int8": 2e-2, "int15": 1.6e-4, "fp8":
 output, for widths of 16 and more. fp32: rounding of sums of a few thousand products in one to four chains (2**-24 times
 about the square root of their number; the largest seen is 3.2e-6, one chain of 2880). bf16: two roundings of
 activations (2**-9 each at most; 3e-3 to 5e-3 seen, 7e-3 at a width of 16). int8: two roundings to 127 steps per block
-of 16 or 32 (1.6e-2 seen). int15: the same to 16256 steps (1.3e-4 at most). fp8: two roundings to four significant bits
+of 16 or 32 (1.6e-2 seen). int15: the same to 16256 steps (9.5e-5 seen). fp8: two roundings to four significant bits
 (2**-4 each at most; 5e-2 is the middle of what was seen, 7e-2 the most at widths of hundreds, 1.2e-1 at a width of
 16)."""
 

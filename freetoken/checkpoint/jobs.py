@@ -3,31 +3,60 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 Job = TypeVar("Job")
 
 
 def run_jobs(run: Callable[[Job], object], jobs: Iterable[Job], threads: int) -> None:
-    """Run all jobs with `threads` threads, started in order; an error keeps the rest from starting and is raised."""
+    """Run all jobs with `threads` threads, started in order; an error keeps the rest from starting and is raised.
+
+    Threads take their jobs themselves. With an executor, whose futures wake the calling thread one by one, 16 threads
+    filled banks at 14.9 GB/s instead of 19.3.
+    """
+    todo, lock = iter(jobs), threading.Lock()
+    errors: list[BaseException] = []
     stopped = threading.Event()
 
-    def start(job: Job) -> None:
-        if stopped.is_set():
-            return
-        try:
-            run(job)
-        except BaseException:
-            stopped.set()
-            raise
+    def mine() -> Iterator[Job]:
+        while True:
+            with lock:
+                if stopped.is_set():
+                    return
+                try:
+                    job = next(todo)
+                except StopIteration:
+                    return
+            yield job
 
-    with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="freetoken-load") as pool:
+    def work(done: threading.Event) -> None:
         try:
-            for future in [pool.submit(start, job) for job in jobs]:
-                future.result()
-        except BaseException:
+            for job in mine():
+                run(job)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the calling thread raises it
+            errors.append(error)
             stopped.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+        finally:
+            done.set()
+
+    events = [threading.Event() for _ in range(max(1, threads))]
+    workers = [threading.Thread(target=work, name=f"freetoken-load_{i}", args=(done,)) for i, done in enumerate(events)]
+    try:
+        for worker in workers:
+            worker.start()
+        for done in events:
+            done.wait()
+    finally:
+        stopped.set()
+        for worker, done in zip(workers, events, strict=True):
+            if worker.ident is not None:  # it was started
+                done.wait()  # Python 3.11 takes a thread whose join was interrupted for one that has ended
+                worker.join()
+    if errors:
+        first = errors[0]
+        errors.clear()
+        try:
+            raise first
+        finally:
+            del first  # or its traceback, which holds this frame, would keep alive what it holds

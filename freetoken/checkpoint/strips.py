@@ -229,17 +229,20 @@ def _shape(matrix: str, inline: bool, halves: bool, whole: RecordLayout, layout:
     )  # fmt: skip
 
 
+_path_bytes = lru_cache(maxsize=64)(os.fsencode)
+
+
 def _piece(part: StoredRows, whole: RecordLayout, layout: RecordLayout, start: int, out: int) -> Piece:
     """out: where the record begins."""
     inline = part.scales is None and part.values is None
     shape = _shape(part.matrix, inline, part.halves, whole, layout, start)
     first = shape.first * shape.row_bytes
-    codes = Rows(os.fsencode(part.codes.file), None, part.offset + first, shape.row_bytes, shape.at)
+    codes = Rows(_path_bytes(part.codes.file), None, part.offset + first, shape.row_bytes, shape.at)
     scale_first = shape.first * shape.scale_row_bytes
     if inline:
         scales = Rows(None, None, 0, shape.row_bytes, shape.scale_at)
     elif part.scales is not None:
-        path, offset = os.fsencode(part.scales.file), part.scales_offset + scale_first
+        path, offset = _path_bytes(part.scales.file), part.scales_offset + scale_first
         scales = Rows(path, None, offset, shape.scale_row_bytes, shape.scale_at)
     else:
         memory = np.ascontiguousarray(part.values).view(np.uint8).reshape(-1)

@@ -43,6 +43,7 @@ typedef struct {
     const ft_file *file; /* whose bytes [start, stop) it holds */
     int64_t start, stop;
     int cold; /* the last read was direct */
+    int huge; /* large reads were made, and huge pages asked for */
 } ft_window;
 
 static inline void ft_free_window(ft_window *w) {
@@ -50,16 +51,11 @@ static inline void ft_free_window(ft_window *w) {
     memset(w, 0, sizeof *w);
 }
 
-/* Give a window its memory, of whole huge pages; returns whether there was some. On huge pages, if they are to be had,
- * memory is in few pieces: a request to a disk takes so many of them, and then reads more (2.9 to 3.5 against
- * 1.2 GB/s, a virtual disk). */
+/* Give a window its memory, which could be whole huge pages; returns whether there was some. */
 static inline int ft_make_window(ft_window *w, int64_t capacity) {
     ft_free_window(w);
     w->memory = aligned_alloc(FT_HUGE, (size_t)capacity);
     if (!w->memory) return 0;
-#ifdef MADV_HUGEPAGE
-    madvise(w->memory, (size_t)capacity, MADV_HUGEPAGE);
-#endif
     w->capacity = capacity;
     w->cold = 1;
     return 1;
@@ -116,6 +112,15 @@ static inline int64_t ft_read_direct(ft_file *file, uint8_t *out, int64_t n, int
     return done;
 }
 
+/* Ask for huge pages, if they are to be had: memory is in few pieces then, a request to a disk takes so many of them, and
+ * reads more (2.9 to 3.5 against 1.2 GB/s, a virtual disk). Files that are cached do with the first few small pages. */
+static inline void ft_read_much(ft_window *w) {
+#ifdef MADV_HUGEPAGE
+    if (!w->huge) madvise(w->memory, (size_t)w->capacity, MADV_HUGEPAGE);
+#endif
+    w->huge = 1;
+}
+
 /* Have bytes [offset, offset + n) of a file at *out, n + 2 * FT_BLOCK <= capacity. end: as far as reading ahead is of
  * use, at least offset + n. Returns 0, an errno, or FT_ENDED.
  */
@@ -134,6 +139,7 @@ static inline int ft_look(ft_window *w, ft_file *file, int64_t offset, int64_t n
         w->cold = file->tells && done < n;
         w->start = offset;
         if (w->cold) {
+            ft_read_much(w);
             const int64_t start = offset - offset % FT_BLOCK;
             const int64_t want = (end - start + FT_BLOCK - 1) / FT_BLOCK * FT_BLOCK;
             const int64_t got = ft_read_direct(file, w->memory, want < w->capacity ? want : w->capacity, start);

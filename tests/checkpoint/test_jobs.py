@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -35,20 +38,52 @@ def test_an_error_in_a_job_stops_the_rest(error: type[BaseException], threads: i
     check_stopped(done)
 
 
-def test_an_interruption_while_jobs_are_handed_out_stops_them() -> None:
+def test_an_error_of_the_jobs_themselves_stops_them() -> None:
     done: list[int] = []
 
     def jobs() -> Iterator[int]:
-        yield from range(1000)
-        raise KeyboardInterrupt
+        yield from range(100)
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        run_jobs(done.append, jobs(), 3)
+    assert len(done) == 100
+    check_stopped(done)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_interruption_of_the_caller_stops_the_jobs(threads: int) -> None:
+    done: list[int] = []
 
     def run(job: int) -> None:
+        if job == 5:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(0.002)
         done.append(job)
 
     with pytest.raises(KeyboardInterrupt):
-        run_jobs(run, jobs(), 1)
+        run_jobs(run, range(1000), threads)
     check_stopped(done)
+
+
+def test_an_error_keeps_nothing_alive() -> None:
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+
+    def run(job: Held) -> None:
+        raise ValueError("no")
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="no"):
+            run_jobs(run, [held], 2)
+        del held
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def check_stopped(done: list[int]) -> None:

@@ -62,8 +62,9 @@ cdef struct job:
     # Scratch.
     uint8_t *prepared       # tokens x gate_up.vector_bytes
     uint8_t *hidden         # routes x down.vector_bytes
-    float *sums             # threads x tokens x 16
-    float *rows             # threads x max(H, unit, 16) floats
+    float *sums             # for each thread: tokens x a run of tiles x 16
+    ptrdiff_t sums_stride
+    float *rows             # for each thread: H floats, or a chunk of a few tokens
     ptrdiff_t rows_stride
     ft_queue *queues        # two for each thread: its chunks of gate and up, its tiles of down
     ft_barrier barrier

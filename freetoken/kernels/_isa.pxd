@@ -16,11 +16,17 @@ cdef extern from "isa.h" nogil:
         FT_INT8
         FT_INT15
     ctypedef void (*ft_tile)(const uint8_t *w, ptrdiff_t k, const void *x, float *y) noexcept
+    ctypedef void (*ft_tile_few)(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y) noexcept
+    enum:
+        FT_FEW
     ctypedef struct ft_kernel:
         int level
         int act
         ft_tile tile
         const uint8_t *order
+        int offset
+        float unit
+        ft_tile_few few
     int ft_best_level()
 
 

@@ -28,19 +28,38 @@ enum { FT_SCALAR, FT_AVX2, FT_AVX512, FT_AVX512VNNI, FT_AVX512BF16, FT_LEVELS };
  *   FP32  float[k], each line's values in the function's `order` (a bf16 activation without a bf16 dot is this, rounded
  *         beforehand)
  *   BF16  uint16[k], the same, so that pairs meet in one 32-bit lane
- *   INT8  int8[k], the same, then float[blocks] scales, then int32[blocks] sums
- *   INT15 int8[k] high digits and int8[k] low digits, values 128 * high + low, then scales and sums as INT8
+ *   INT8  int8[k], the same, then float[blocks] scales times the function's `unit`, then int32[blocks] corrections: the
+ *         block's sum times -`offset`
+ *   INT15 int8[k] high digits and int8[k] low digits, values 128 * high + low, then scales and corrections as INT8
  */
 enum { FT_FP32, FT_BF16, FT_INT8, FT_INT15 };
 
 typedef void (*ft_tile)(const uint8_t *w, ptrdiff_t k, const void *x, float *y);
+
+/* The same with FT_FEW vectors at once, y being FT_FEW x 16: the tile is decoded once. Not a bit differs from ft_tile. */
+enum { FT_FEW = 4 };
+typedef void (*ft_tile_few)(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y);
 
 typedef struct {
     int level;            /* the lowest level that runs it; FT_LEVELS ends a table */
     int act;
     ft_tile tile;
     const uint8_t *order; /* position of each of a line's activations; NULL is natural */
+    /* Of INT8 and INT15: the function decodes weights to whole numbers, of which `offset` is zero and a step is `unit`. */
+    int offset;
+    float unit;
+    ft_tile_few few;      /* NULL: there is none */
 } ft_kernel;
+
+/* A body, tiles_NAME(w, k, x, y, n), for n vectors, 1 or FT_FEW, makes both functions. */
+#define FT_BODY static inline __attribute__((always_inline)) void
+#define FT_TILE_AND_FEW(target, name)                                                                                \
+    target static void tile_##name(const uint8_t *w, ptrdiff_t k, const void *x, float *y) {                         \
+        tiles_##name(w, k, &x, y, 1);                                                                                \
+    }                                                                                                                \
+    target static void few_##name(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y) {                   \
+        tiles_##name(w, k, x, y, FT_FEW);                                                                            \
+    }
 
 static inline int ft_best_level(void) {
 #ifdef FT_X86
@@ -80,8 +99,15 @@ static inline uint32_t ft_load32(const uint8_t *p) {
 
 /* An INT8 activation vector's parts; those of an INT15 vector are those of an INT8 vector of its 2 k digits. */
 static inline const float *ft_int8_scales(const void *x, ptrdiff_t k) { return (const float *)((const int8_t *)x + k); }
-static inline const int32_t *ft_int8_sums(const void *x, ptrdiff_t k, ptrdiff_t blocks) {
+static inline const int32_t *ft_int8_corrections(const void *x, ptrdiff_t k, ptrdiff_t blocks) {
     return (const int32_t *)(ft_int8_scales(x, k) + blocks);
 }
+
+#ifdef FT_X86
+/* 128 * high + low, whole. */
+FT_TARGET_VNNI static inline __m512 ft_digits_avx512(__m512i high, __m512i low) {
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
+}
+#endif
 
 #endif

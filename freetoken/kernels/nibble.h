@@ -124,20 +124,19 @@ FT_TARGET_VNNI static inline void ft_nibble_line_vnni(const ft_nibble *t, const 
     *s1 = _mm512_dpbusd_epi32(*s1, odd, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x + 4)));
 }
 
-/* The same with activations of two digits: sums of the high ones and of the low ones. */
-FT_TARGET_VNNI static inline void ft_nibble_line_vnni15(const ft_nibble *t, const uint8_t *w, const int8_t *x,
-                                                        const int8_t *low, __m512i *high_sum, __m512i *low_sum) {
+/* The same with n vectors of activations of two digits, those of the line `at` bytes behind their start and the low ones
+ * k bytes behind the high: sums of either. */
+FT_TARGET_VNNI FT_BODY ft_nibble_line_vnni15(const ft_nibble *table, const uint8_t *w, const void *const *x, ptrdiff_t k,
+                                             ptrdiff_t at, int n, __m512i *high_sum, __m512i *low_sum) {
     __m512i even, odd;
-    ft_nibble_bytes_avx512(t, w, &even, &odd);
-    *high_sum = _mm512_dpbusd_epi32(*high_sum, even, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x)));
-    *low_sum = _mm512_dpbusd_epi32(*low_sum, even, _mm512_set1_epi32((int)ft_load32((const uint8_t *)low)));
-    *high_sum = _mm512_dpbusd_epi32(*high_sum, odd, _mm512_set1_epi32((int)ft_load32((const uint8_t *)x + 4)));
-    *low_sum = _mm512_dpbusd_epi32(*low_sum, odd, _mm512_set1_epi32((int)ft_load32((const uint8_t *)low + 4)));
-}
-
-/* 128 * high + low, whole. */
-FT_TARGET_VNNI static inline __m512 ft_digits_avx512(__m512i high, __m512i low) {
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
+    ft_nibble_bytes_avx512(table, w, &even, &odd);
+    for (int t = 0; t < n; t++) {
+        const uint8_t *high = (const uint8_t *)x[t] + at, *low = high + k;
+        high_sum[t] = _mm512_dpbusd_epi32(high_sum[t], even, _mm512_set1_epi32((int)ft_load32(high)));
+        low_sum[t] = _mm512_dpbusd_epi32(low_sum[t], even, _mm512_set1_epi32((int)ft_load32(low)));
+        high_sum[t] = _mm512_dpbusd_epi32(high_sum[t], odd, _mm512_set1_epi32((int)ft_load32(high + 4)));
+        low_sum[t] = _mm512_dpbusd_epi32(low_sum[t], odd, _mm512_set1_epi32((int)ft_load32(low + 4)));
+    }
 }
 
 /* 16-bit table look-up of the low nibble of each half lane gives bf16 pairs. */

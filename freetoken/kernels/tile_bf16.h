@@ -61,31 +61,38 @@ FT_TARGET_AVX512 static void tile_bf16_fp32_avx512(const uint8_t *w, ptrdiff_t k
     _mm512_storeu_ps(y, _mm512_add_ps(_mm512_add_ps(s0, s1), _mm512_add_ps(s2, s3)));
 }
 
-FT_TARGET_BF16 static void tile_bf16_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
-    const uint8_t *x = xv;
-    __m512 s[4];
-    for (int i = 0; i < 4; i++) s[i] = _mm512_setzero_ps();
+FT_TARGET_BF16 FT_BODY tiles_bf16_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+    __m512 s[FT_FEW][4];
+    for (int t = 0; t < n; t++)
+        for (int i = 0; i < 4; i++) s[t][i] = _mm512_setzero_ps();
+#define FT_STEP(i)                                                                                                   \
+    do {                                                                                                             \
+        const __m512bh line = (__m512bh)_mm512_loadu_si512(w + 64 * (i));                                            \
+        for (int t = 0; t < n; t++)                                                                                  \
+            s[t][i] = _mm512_dpbf16_ps(                                                                              \
+                s[t][i], line, (__m512bh)_mm512_set1_epi32((int)ft_load32((const uint8_t *)x[t] + 4 * (b + (i)))));   \
+    } while (0)
     ptrdiff_t b = 0;
     for (; b + 4 <= k / 2; b += 4, w += 256)
         for (int i = 0; i < 4; i++) {
             FT_PREFETCH(w + 64 * i);
-            __m512i pair = _mm512_set1_epi32((int)ft_load32(x + 4 * (b + i)));
-            s[i] = _mm512_dpbf16_ps(s[i], (__m512bh)_mm512_loadu_si512(w + 64 * i), (__m512bh)pair);
+            FT_STEP(i);
         }
-    for (; b < k / 2; b++, w += 64)
-        s[0] = _mm512_dpbf16_ps(s[0], (__m512bh)_mm512_loadu_si512(w),
-                                (__m512bh)_mm512_set1_epi32((int)ft_load32(x + 4 * b)));
-    _mm512_storeu_ps(y, _mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3])));
+    for (; b < k / 2; b++, w += 64) FT_STEP(0);
+#undef FT_STEP
+    for (int t = 0; t < n; t++)
+        _mm512_storeu_ps(y + 16 * t, _mm512_add_ps(_mm512_add_ps(s[t][0], s[t][1]), _mm512_add_ps(s[t][2], s[t][3])));
 }
+FT_TILE_AND_FEW(FT_TARGET_BF16, bf16_bf16_avx512bf16)
 #endif
 
 static const ft_kernel ft_kernels_bf16[] = {
-    {FT_SCALAR, FT_FP32, tile_bf16_fp32_scalar, NULL},
+    {FT_SCALAR, FT_FP32, tile_bf16_fp32_scalar, NULL, 0, 0, NULL},
 #ifdef FT_X86
-    {FT_AVX2, FT_FP32, tile_bf16_fp32_avx2, NULL},
-    {FT_AVX512, FT_FP32, tile_bf16_fp32_avx512, NULL},
-    {FT_AVX512BF16, FT_BF16, tile_bf16_bf16_avx512bf16, NULL},
+    {FT_AVX2, FT_FP32, tile_bf16_fp32_avx2, NULL, 0, 0, NULL},
+    {FT_AVX512, FT_FP32, tile_bf16_fp32_avx512, NULL, 0, 0, NULL},
+    {FT_AVX512BF16, FT_BF16, tile_bf16_bf16_avx512bf16, NULL, 0, 0, few_bf16_bf16_avx512bf16},
 #endif
-    {FT_LEVELS, 0, NULL, NULL},
+    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL},
 };
 #endif

@@ -83,40 +83,48 @@ FT_TARGET_AVX512 static inline __m512 fp8_block_rows_avx512(__m512 low, __m512 h
     return _mm512_mul_ps(sum, _mm512_set1_ps(256.f));
 }
 
-FT_TARGET_AVX512 static void tile_fp8_block_fp32_avx512(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
-    const float *x = xv;
+FT_TARGET_AVX512 FT_BODY tiles_fp8_block_fp32_avx512(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
     const __m512i keep = _mm512_set1_epi16((short)0xbf80);
-    __m512 sum = _mm512_setzero_ps();
+    __m512 sum[FT_FEW];
+    ptrdiff_t at = 0;
+    for (int t = 0; t < n; t++) sum[t] = _mm512_setzero_ps();
     for (; k > 0; k -= FP8_BLOCK) {
-        __m512 s[4]; /* pairs of sums: rows 0-7 and 8-15 of weights 0 and 2, then of 1 and 3 */
-        for (int i = 0; i < 4; i++) s[i] = _mm512_setzero_ps();
+        __m512 s[FT_FEW][4]; /* pairs of sums: rows 0-7 and 8-15 of weights 0 and 2, then of 1 and 3 */
+        for (int t = 0; t < n; t++)
+            for (int i = 0; i < 4; i++) s[t][i] = _mm512_setzero_ps();
         const uint8_t *scale = w;
         w += 64;
-        for (ptrdiff_t line = fp8_block_lines(k); line > 0; line--, w += 64, x += 4) {
+        for (ptrdiff_t line = fp8_block_lines(k); line > 0; line--, w += 64, at += 4) {
             FT_PREFETCH(w);
-            __m512 x02 = _mm512_castsi512_ps(_mm512_broadcastq_epi64(_mm_loadl_epi64((const void *)x)));
-            __m512 x13 = _mm512_castsi512_ps(_mm512_broadcastq_epi64(_mm_loadl_epi64((const void *)(x + 2))));
             __m512i v = _mm512_loadu_si512(w);
             __m512i even = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(v, 8), 1), keep);
             __m512i odd = _mm512_and_si512(_mm512_srai_epi16(v, 1), keep);
-            s[0] = _mm512_fmadd_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(even)), x02, s[0]);
-            s[1] = _mm512_fmadd_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1)), x02, s[1]);
-            s[2] = _mm512_fmadd_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(odd)), x13, s[2]);
-            s[3] = _mm512_fmadd_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1)), x13, s[3]);
+            const __m512 value[4] = {
+                _mm512_cvtph_ps(_mm512_castsi512_si256(even)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1)),
+                _mm512_cvtph_ps(_mm512_castsi512_si256(odd)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1))};
+            for (int t = 0; t < n; t++) {
+                const float *xt = (const float *)x[t] + at;
+                __m512 x02 = _mm512_castsi512_ps(_mm512_broadcastq_epi64(_mm_loadl_epi64((const void *)xt)));
+                __m512 x13 = _mm512_castsi512_ps(_mm512_broadcastq_epi64(_mm_loadl_epi64((const void *)(xt + 2))));
+                for (int i = 0; i < 4; i++) s[t][i] = _mm512_fmadd_ps(value[i], i < 2 ? x02 : x13, s[t][i]);
+            }
         }
-        __m512 part = fp8_block_rows_avx512(_mm512_add_ps(s[0], s[2]), _mm512_add_ps(s[1], s[3]));
-        sum = _mm512_fmadd_ps(part, _mm512_loadu_ps(scale), sum);
+        for (int t = 0; t < n; t++) {
+            __m512 part = fp8_block_rows_avx512(_mm512_add_ps(s[t][0], s[t][2]), _mm512_add_ps(s[t][1], s[t][3]));
+            sum[t] = _mm512_fmadd_ps(part, _mm512_loadu_ps(scale), sum[t]);
+        }
     }
-    _mm512_storeu_ps(y, sum);
+    for (int t = 0; t < n; t++) _mm512_storeu_ps(y + 16 * t, sum[t]);
 }
+FT_TILE_AND_FEW(FT_TARGET_AVX512, fp8_block_fp32_avx512)
 #endif
 
 static const ft_kernel ft_kernels_fp8_block[] = {
-    {FT_SCALAR, FT_FP32, tile_fp8_block_fp32_scalar, NULL},
+    {FT_SCALAR, FT_FP32, tile_fp8_block_fp32_scalar, NULL, 0, 0, NULL},
 #ifdef FT_X86
-    {FT_AVX2, FT_FP32, tile_fp8_block_fp32_avx2, fp8_block_order},
-    {FT_AVX512, FT_FP32, tile_fp8_block_fp32_avx512, fp8_block_order},
+    {FT_AVX2, FT_FP32, tile_fp8_block_fp32_avx2, fp8_block_order, 0, 0, NULL},
+    {FT_AVX512, FT_FP32, tile_fp8_block_fp32_avx512, fp8_block_order, 0, 0, few_fp8_block_fp32_avx512},
 #endif
-    {FT_LEVELS, 0, NULL, NULL},
+    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL},
 };
 #endif

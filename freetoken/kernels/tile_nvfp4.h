@@ -30,7 +30,7 @@ static void tile_nvfp4_int8_scalar(const uint8_t *w, ptrdiff_t k, const void *xv
     for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
         int32_t part[16] = {0};
         for (int line = 0; line < 2; line++) ft_nibble_line_int8(&ft_e2m1, w + 16 + 64 * line, x + 8 * line, part);
-        for (int row = 0; row < 16; row++) sum[row] += (float)part[row] * (.5f * scale[b]) * ft_e4m3(w[row]);
+        for (int row = 0; row < 16; row++) sum[row] += (float)part[row] * scale[b] * ft_e4m3(w[row]);
     }
     memcpy(y, sum, sizeof sum);
 }
@@ -43,7 +43,7 @@ static void tile_nvfp4_int15_scalar(const uint8_t *w, ptrdiff_t k, const void *x
         int32_t part[16] = {0};
         for (int line = 0; line < 2; line++)
             ft_nibble_line_int15(&ft_e2m1, w + 16 + 64 * line, x + 8 * line, x + k + 8 * line, part);
-        for (int row = 0; row < 16; row++) sum[row] += (float)part[row] * (.5f * scale[b]) * ft_e4m3(w[row]);
+        for (int row = 0; row < 16; row++) sum[row] += (float)part[row] * scale[b] * ft_e4m3(w[row]);
     }
     memcpy(y, sum, sizeof sum);
 }
@@ -68,7 +68,7 @@ FT_TARGET_AVX2 static void tile_nvfp4_fp32_avx2(const uint8_t *w, ptrdiff_t k, c
 FT_TARGET_AVX2 static void tile_nvfp4_int8_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
     const float *scale = ft_int8_scales(xv, k);
-    const int32_t *sums = ft_int8_sums(xv, k, k / NVFP4_BLOCK);
+    const int32_t *correction = ft_int8_corrections(xv, k, k / NVFP4_BLOCK);
     const __m256i one = _mm256_set1_epi16(1);
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
@@ -79,8 +79,8 @@ FT_TARGET_AVX2 static void tile_nvfp4_int8_avx2(const uint8_t *w, ptrdiff_t k, c
             __m256i a = ft_nibble_half_int8_avx2(&ft_e2m1, v, x);
             __m256i c = ft_nibble_half_int8_avx2(&ft_e2m1, v + 64, x + 8);
             __m256i total = _mm256_madd_epi16(_mm256_add_epi16(a, c), one);
-            total = _mm256_sub_epi32(total, _mm256_set1_epi32(12 * sums[b]));
-            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(.5f * scale[b]));
+            total = _mm256_add_epi32(total, _mm256_set1_epi32(correction[b]));
+            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(scale[b]));
             sum[h] = _mm256_fmadd_ps(part, ft_e4m3_avx2(w + 8 * h), sum[h]);
         }
     }
@@ -91,18 +91,18 @@ FT_TARGET_AVX2 static void tile_nvfp4_int8_avx2(const uint8_t *w, ptrdiff_t k, c
 FT_TARGET_AVX2 static void tile_nvfp4_int15_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
     const float *scale = ft_int8_scales(xv, 2 * k);
-    const int32_t *sums = ft_int8_sums(xv, 2 * k, k / NVFP4_BLOCK);
+    const int32_t *correction = ft_int8_corrections(xv, 2 * k, k / NVFP4_BLOCK);
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
         for (int h = 0; h < 2; h++) {
-            __m256i total = _mm256_set1_epi32(-12 * sums[b]);
+            __m256i total = _mm256_set1_epi32(correction[b]);
             for (int line = 0; line < 2; line++) {
                 const uint8_t *v = w + 16 + 64 * line + 32 * h;
                 total = _mm256_add_epi32(total, ft_nibble_half_int15_avx2(&ft_e2m1, v, x + 8 * line, x + k + 8 * line));
             }
-            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(.5f * scale[b]));
+            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(scale[b]));
             sum[h] = _mm256_fmadd_ps(part, ft_e4m3_avx2(w + 8 * h), sum[h]);
         }
     }
@@ -129,36 +129,43 @@ FT_TARGET_AVX512 static void tile_nvfp4_fp32_avx512(const uint8_t *w, ptrdiff_t 
 FT_TARGET_VNNI static void tile_nvfp4_int8_vnni(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
     const float *scale = ft_int8_scales(xv, k);
-    const int32_t *sums = ft_int8_sums(xv, k, k / NVFP4_BLOCK);
+    const int32_t *correction = ft_int8_corrections(xv, k, k / NVFP4_BLOCK);
     __m512 sum = _mm512_setzero_ps();
     for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
-        __m512i s0 = _mm512_set1_epi32(-12 * sums[b]), s1 = _mm512_setzero_si512();
+        __m512i s0 = _mm512_set1_epi32(correction[b]), s1 = _mm512_setzero_si512();
         ft_nibble_line_vnni(&ft_e2m1, w + 16, x, &s0, &s1);
         ft_nibble_line_vnni(&ft_e2m1, w + 80, x + 8, &s0, &s1);
         __m512 part = _mm512_cvtepi32_ps(_mm512_add_epi32(s0, s1));
-        sum = _mm512_fmadd_ps(_mm512_mul_ps(part, _mm512_set1_ps(.5f * scale[b])), ft_e4m3_avx512(w), sum);
+        sum = _mm512_fmadd_ps(_mm512_mul_ps(part, _mm512_set1_ps(scale[b])), ft_e4m3_avx512(w), sum);
     }
     _mm512_storeu_ps(y, _mm512_mul_ps(sum, _mm512_set1_ps(256.f)));
 }
 
-FT_TARGET_VNNI static void tile_nvfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
-    const int8_t *x = xv;
-    const float *scale = ft_int8_scales(xv, 2 * k);
-    const int32_t *sums = ft_int8_sums(xv, 2 * k, k / NVFP4_BLOCK);
-    __m512 sum = _mm512_setzero_ps();
-    for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
+FT_TARGET_VNNI FT_BODY tiles_nvfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+    const ptrdiff_t blocks = k / NVFP4_BLOCK;
+    __m512 sum[FT_FEW];
+    for (int t = 0; t < n; t++) sum[t] = _mm512_setzero_ps();
+    for (ptrdiff_t b = 0; b < blocks; b++, w += NVFP4_BYTES) {
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
-        __m512i high = _mm512_setzero_si512(), low = _mm512_set1_epi32(-12 * sums[b]);
+        __m512i high[FT_FEW], low[FT_FEW];
+        for (int t = 0; t < n; t++) {
+            high[t] = _mm512_setzero_si512();
+            low[t] = _mm512_set1_epi32(ft_int8_corrections(x[t], 2 * k, blocks)[b]);
+        }
         for (int line = 0; line < 2; line++)
-            ft_nibble_line_vnni15(&ft_e2m1, w + 16 + 64 * line, x + 8 * line, x + k + 8 * line, &high, &low);
-        __m512 part = _mm512_mul_ps(ft_digits_avx512(high, low), _mm512_set1_ps(.5f * scale[b]));
-        sum = _mm512_fmadd_ps(part, ft_e4m3_avx512(w), sum);
+            ft_nibble_line_vnni15(&ft_e2m1, w + 16 + 64 * line, x, k, b * NVFP4_BLOCK + 8 * line, n, high, low);
+        const __m512 scale = ft_e4m3_avx512(w);
+        for (int t = 0; t < n; t++) {
+            __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]));
+            sum[t] = _mm512_fmadd_ps(part, scale, sum[t]);
+        }
     }
-    _mm512_storeu_ps(y, _mm512_mul_ps(sum, _mm512_set1_ps(256.f)));
+    for (int t = 0; t < n; t++) _mm512_storeu_ps(y + 16 * t, _mm512_mul_ps(sum[t], _mm512_set1_ps(256.f)));
 }
+FT_TILE_AND_FEW(FT_TARGET_VNNI, nvfp4_int15_vnni)
 
 FT_TARGET_BF16 static void tile_nvfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const uint8_t *x = xv;
@@ -176,18 +183,18 @@ FT_TARGET_BF16 static void tile_nvfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_
 #endif
 
 static const ft_kernel ft_kernels_nvfp4[] = {
-    {FT_SCALAR, FT_FP32, tile_nvfp4_fp32_scalar, NULL},
-    {FT_SCALAR, FT_INT8, tile_nvfp4_int8_scalar, ft_nibble_order_int8},
-    {FT_SCALAR, FT_INT15, tile_nvfp4_int15_scalar, ft_nibble_order_int8},
+    {FT_SCALAR, FT_FP32, tile_nvfp4_fp32_scalar, NULL, 0, 0, NULL},
+    {FT_SCALAR, FT_INT8, tile_nvfp4_int8_scalar, ft_nibble_order_int8, 12, .5f, NULL},
+    {FT_SCALAR, FT_INT15, tile_nvfp4_int15_scalar, ft_nibble_order_int8, 12, .5f, NULL},
 #ifdef FT_X86
-    {FT_AVX2, FT_FP32, tile_nvfp4_fp32_avx2, NULL},
-    {FT_AVX2, FT_INT8, tile_nvfp4_int8_avx2, ft_nibble_order_int8},
-    {FT_AVX2, FT_INT15, tile_nvfp4_int15_avx2, ft_nibble_order_int8},
-    {FT_AVX512, FT_FP32, tile_nvfp4_fp32_avx512, NULL},
-    {FT_AVX512VNNI, FT_INT8, tile_nvfp4_int8_vnni, ft_nibble_order_int8},
-    {FT_AVX512VNNI, FT_INT15, tile_nvfp4_int15_vnni, ft_nibble_order_int8},
-    {FT_AVX512BF16, FT_BF16, tile_nvfp4_bf16_avx512bf16, ft_nibble_order_bf16},
+    {FT_AVX2, FT_FP32, tile_nvfp4_fp32_avx2, NULL, 0, 0, NULL},
+    {FT_AVX2, FT_INT8, tile_nvfp4_int8_avx2, ft_nibble_order_int8, 12, .5f, NULL},
+    {FT_AVX2, FT_INT15, tile_nvfp4_int15_avx2, ft_nibble_order_int8, 12, .5f, NULL},
+    {FT_AVX512, FT_FP32, tile_nvfp4_fp32_avx512, NULL, 0, 0, NULL},
+    {FT_AVX512VNNI, FT_INT8, tile_nvfp4_int8_vnni, ft_nibble_order_int8, 12, .5f, NULL},
+    {FT_AVX512VNNI, FT_INT15, tile_nvfp4_int15_vnni, ft_nibble_order_int8, 12, .5f, few_nvfp4_int15_vnni},
+    {FT_AVX512BF16, FT_BF16, tile_nvfp4_bf16_avx512bf16, ft_nibble_order_bf16, 0, 0, NULL},
 #endif
-    {FT_LEVELS, 0, NULL, NULL},
+    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL},
 };
 #endif

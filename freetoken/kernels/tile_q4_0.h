@@ -86,13 +86,13 @@ FT_TARGET_AVX2 static void tile_q4_0_fp32_avx2(const uint8_t *w, ptrdiff_t k, co
 FT_TARGET_AVX2 static void tile_q4_0_int8_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
     const float *xscale = ft_int8_scales(xv, k);
-    const int32_t *sums = ft_int8_sums(xv, k, k / Q4_0_BLOCK);
+    const int32_t *correction = ft_int8_corrections(xv, k, k / Q4_0_BLOCK);
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (ptrdiff_t b = 0; b < k / Q4_0_BLOCK; b++, w += Q4_0_BYTES, x += Q4_0_BLOCK) {
         for (int p = 0; p < Q4_0_BYTES; p += 64) FT_PREFETCH(w + p);
         for (int h = 0; h < 2; h++) {
             __m256i total = ft_nibble_half32_int8_avx2(&q4_0_table, w + 32 + 32 * h, x);
-            total = _mm256_sub_epi32(total, _mm256_set1_epi32(8 * sums[b]));
+            total = _mm256_add_epi32(total, _mm256_set1_epi32(correction[b]));
             __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(xscale[b]));
             sum[h] = _mm256_fmadd_ps(part, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(w + 16 * h))), sum[h]);
         }
@@ -108,12 +108,12 @@ FT_TARGET_AVX512 static inline __m512 q4_0_scales_avx512(const uint8_t *w) {
 FT_TARGET_AVX2 static void tile_q4_0_int15_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
     const float *scale = ft_int8_scales(xv, 2 * k);
-    const int32_t *sums = ft_int8_sums(xv, 2 * k, k / Q4_0_BLOCK);
+    const int32_t *correction = ft_int8_corrections(xv, 2 * k, k / Q4_0_BLOCK);
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (ptrdiff_t b = 0; b < k / Q4_0_BLOCK; b++, w += Q4_0_BYTES, x += Q4_0_BLOCK) {
         for (int p = 0; p < Q4_0_BYTES; p += 64) FT_PREFETCH(w + p);
         for (int h = 0; h < 2; h++) {
-            __m256i total = _mm256_set1_epi32(-8 * sums[b]);
+            __m256i total = _mm256_set1_epi32(correction[b]);
             for (int line = 0; line < 4; line++) {
                 const uint8_t *v = w + 32 + 64 * line + 32 * h;
                 total = _mm256_add_epi32(total, ft_nibble_half_int15_avx2(&q4_0_table, v, x + 8 * line, x + k + 8 * line));
@@ -145,11 +145,11 @@ FT_TARGET_AVX512 static void tile_q4_0_fp32_avx512(const uint8_t *w, ptrdiff_t k
 FT_TARGET_VNNI static void tile_q4_0_int8_vnni(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
     const float *xscale = ft_int8_scales(xv, k);
-    const int32_t *sums = ft_int8_sums(xv, k, k / Q4_0_BLOCK);
+    const int32_t *correction = ft_int8_corrections(xv, k, k / Q4_0_BLOCK);
     __m512 sum = _mm512_setzero_ps();
     for (ptrdiff_t b = 0; b < k / Q4_0_BLOCK; b++, w += Q4_0_BYTES, x += Q4_0_BLOCK) {
         for (int p = 0; p < Q4_0_BYTES; p += 64) FT_PREFETCH(w + p);
-        __m512i s0 = _mm512_set1_epi32(-8 * sums[b]), s1 = _mm512_setzero_si512();
+        __m512i s0 = _mm512_set1_epi32(correction[b]), s1 = _mm512_setzero_si512();
         for (int line = 0; line < 4; line++)
             ft_nibble_line_vnni(&q4_0_table, w + 32 + 64 * line, x + 8 * line, &s0, &s1);
         __m512 part = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(s0, s1)), _mm512_set1_ps(xscale[b]));
@@ -158,21 +158,28 @@ FT_TARGET_VNNI static void tile_q4_0_int8_vnni(const uint8_t *w, ptrdiff_t k, co
     _mm512_storeu_ps(y, sum);
 }
 
-FT_TARGET_VNNI static void tile_q4_0_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
-    const int8_t *x = xv;
-    const float *scale = ft_int8_scales(xv, 2 * k);
-    const int32_t *sums = ft_int8_sums(xv, 2 * k, k / Q4_0_BLOCK);
-    __m512 sum = _mm512_setzero_ps();
-    for (ptrdiff_t b = 0; b < k / Q4_0_BLOCK; b++, w += Q4_0_BYTES, x += Q4_0_BLOCK) {
-        for (int p = 0; p < Q4_0_BYTES; p += 64) FT_PREFETCH(w + p);
-        __m512i high = _mm512_setzero_si512(), low = _mm512_set1_epi32(-8 * sums[b]);
+FT_TARGET_VNNI FT_BODY tiles_q4_0_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+    const ptrdiff_t blocks = k / Q4_0_BLOCK;
+    __m512 sum[FT_FEW];
+    for (int t = 0; t < n; t++) sum[t] = _mm512_setzero_ps();
+    for (ptrdiff_t b = 0; b < blocks; b++, w += Q4_0_BYTES) {
+        for (int p = 0; p < 288; p += 64) FT_PREFETCH(w + p);
+        __m512i high[FT_FEW], low[FT_FEW];
+        for (int t = 0; t < n; t++) {
+            high[t] = _mm512_setzero_si512();
+            low[t] = _mm512_set1_epi32(ft_int8_corrections(x[t], 2 * k, blocks)[b]);
+        }
         for (int line = 0; line < 4; line++)
-            ft_nibble_line_vnni15(&q4_0_table, w + 32 + 64 * line, x + 8 * line, x + k + 8 * line, &high, &low);
-        __m512 part = _mm512_mul_ps(ft_digits_avx512(high, low), _mm512_set1_ps(scale[b]));
-        sum = _mm512_fmadd_ps(part, q4_0_scales_avx512(w), sum);
+            ft_nibble_line_vnni15(&q4_0_table, w + 32 + 64 * line, x, k, b * Q4_0_BLOCK + 8 * line, n, high, low);
+        const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)w));
+        for (int t = 0; t < n; t++) {
+            __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]));
+            sum[t] = _mm512_fmadd_ps(part, scale, sum[t]);
+        }
     }
-    _mm512_storeu_ps(y, sum);
+    for (int t = 0; t < n; t++) _mm512_storeu_ps(y + 16 * t, sum[t]);
 }
+FT_TILE_AND_FEW(FT_TARGET_VNNI, q4_0_int15_vnni)
 
 FT_TARGET_BF16 static void tile_q4_0_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const uint8_t *x = xv;
@@ -189,18 +196,18 @@ FT_TARGET_BF16 static void tile_q4_0_bf16_avx512bf16(const uint8_t *w, ptrdiff_t
 #endif
 
 static const ft_kernel ft_kernels_q4_0[] = {
-    {FT_SCALAR, FT_FP32, tile_q4_0_fp32_scalar, NULL},
-    {FT_SCALAR, FT_INT8, tile_q4_0_int8_scalar, ft_nibble_order_int8},
-    {FT_SCALAR, FT_INT15, tile_q4_0_int15_scalar, ft_nibble_order_int8},
+    {FT_SCALAR, FT_FP32, tile_q4_0_fp32_scalar, NULL, 0, 0, NULL},
+    {FT_SCALAR, FT_INT8, tile_q4_0_int8_scalar, ft_nibble_order_int8, 8, 1.f, NULL},
+    {FT_SCALAR, FT_INT15, tile_q4_0_int15_scalar, ft_nibble_order_int8, 8, 1.f, NULL},
 #ifdef FT_X86
-    {FT_AVX2, FT_FP32, tile_q4_0_fp32_avx2, NULL},
-    {FT_AVX2, FT_INT8, tile_q4_0_int8_avx2, ft_nibble_order_int8},
-    {FT_AVX2, FT_INT15, tile_q4_0_int15_avx2, ft_nibble_order_int8},
-    {FT_AVX512, FT_FP32, tile_q4_0_fp32_avx512, NULL},
-    {FT_AVX512VNNI, FT_INT8, tile_q4_0_int8_vnni, ft_nibble_order_int8},
-    {FT_AVX512VNNI, FT_INT15, tile_q4_0_int15_vnni, ft_nibble_order_int8},
-    {FT_AVX512BF16, FT_BF16, tile_q4_0_bf16_avx512bf16, ft_nibble_order_bf16},
+    {FT_AVX2, FT_FP32, tile_q4_0_fp32_avx2, NULL, 0, 0, NULL},
+    {FT_AVX2, FT_INT8, tile_q4_0_int8_avx2, ft_nibble_order_int8, 8, 1.f, NULL},
+    {FT_AVX2, FT_INT15, tile_q4_0_int15_avx2, ft_nibble_order_int8, 8, 1.f, NULL},
+    {FT_AVX512, FT_FP32, tile_q4_0_fp32_avx512, NULL, 0, 0, NULL},
+    {FT_AVX512VNNI, FT_INT8, tile_q4_0_int8_vnni, ft_nibble_order_int8, 8, 1.f, NULL},
+    {FT_AVX512VNNI, FT_INT15, tile_q4_0_int15_vnni, ft_nibble_order_int8, 8, 1.f, few_q4_0_int15_vnni},
+    {FT_AVX512BF16, FT_BF16, tile_q4_0_bf16_avx512bf16, ft_nibble_order_bf16, 0, 0, NULL},
 #endif
-    {FT_LEVELS, 0, NULL, NULL},
+    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL},
 };
 #endif

@@ -152,12 +152,12 @@ FT_TARGET_AVX512 static void tile_q8_0_fp32_avx512(const uint8_t *w, ptrdiff_t k
 FT_TARGET_VNNI static void tile_q8_0_int8_vnni(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const int8_t *x = xv;
     const float *xscale = ft_int8_scales(xv, k);
-    const int32_t *sums = ft_int8_sums(xv, k, k / Q8_0_BLOCK);
+    const int32_t *correction = ft_int8_corrections(xv, k, k / Q8_0_BLOCK);
     const __m512i flip = _mm512_set1_epi8((char)0x80);
     __m512 sum = _mm512_setzero_ps();
     for (ptrdiff_t b = 0; b < k / Q8_0_BLOCK; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
         for (int p = 0; p < 544; p += 64) FT_PREFETCH(w + p);
-        __m512i s0 = _mm512_set1_epi32(-128 * sums[b]), s1 = _mm512_setzero_si512();
+        __m512i s0 = _mm512_set1_epi32(correction[b]), s1 = _mm512_setzero_si512();
         for (int line = 0; line < 8; line += 2) {
             __m512i v = _mm512_xor_si512(_mm512_loadu_si512(w + 32 + 64 * line), flip);
             __m512i u = _mm512_xor_si512(_mm512_loadu_si512(w + 96 + 64 * line), flip);
@@ -170,40 +170,49 @@ FT_TARGET_VNNI static void tile_q8_0_int8_vnni(const uint8_t *w, ptrdiff_t k, co
     _mm512_storeu_ps(y, sum);
 }
 
-FT_TARGET_VNNI static void tile_q8_0_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
-    const uint8_t *x = xv;
-    const float *xscale = ft_int8_scales(xv, 2 * k);
-    const int32_t *sums = ft_int8_sums(xv, 2 * k, k / Q8_0_BLOCK);
+FT_TARGET_VNNI FT_BODY tiles_q8_0_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+    const ptrdiff_t blocks = k / Q8_0_BLOCK;
     const __m512i flip = _mm512_set1_epi8((char)0x80);
-    __m512 sum = _mm512_setzero_ps();
-    for (ptrdiff_t b = 0; b < k / Q8_0_BLOCK; b++, w += Q8_0_BYTES, x += Q8_0_BLOCK) {
+    __m512 sum[FT_FEW];
+    for (int t = 0; t < n; t++) sum[t] = _mm512_setzero_ps();
+    for (ptrdiff_t b = 0; b < blocks; b++, w += Q8_0_BYTES) {
         for (int p = 0; p < 544; p += 64) FT_PREFETCH(w + p);
-        __m512i high = _mm512_setzero_si512(), low = _mm512_set1_epi32(-128 * sums[b]);
+        __m512i high[FT_FEW], low[FT_FEW];
+        for (int t = 0; t < n; t++) {
+            high[t] = _mm512_setzero_si512();
+            low[t] = _mm512_set1_epi32(ft_int8_corrections(x[t], 2 * k, blocks)[b]);
+        }
         for (int line = 0; line < 8; line++) {
             __m512i v = _mm512_xor_si512(_mm512_loadu_si512(w + 32 + 64 * line), flip);
-            high = _mm512_dpbusd_epi32(high, v, _mm512_set1_epi32((int)ft_load32(x + 4 * line)));
-            low = _mm512_dpbusd_epi32(low, v, _mm512_set1_epi32((int)ft_load32(x + k + 4 * line)));
+            for (int t = 0; t < n; t++) {
+                const uint8_t *xl = (const uint8_t *)x[t] + b * Q8_0_BLOCK + 4 * line;
+                high[t] = _mm512_dpbusd_epi32(high[t], v, _mm512_set1_epi32((int)ft_load32(xl)));
+                low[t] = _mm512_dpbusd_epi32(low[t], v, _mm512_set1_epi32((int)ft_load32(xl + k)));
+            }
         }
-        __m512 part = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
-        part = _mm512_mul_ps(part, _mm512_set1_ps(xscale[b]));
-        sum = _mm512_fmadd_ps(part, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)w)), sum);
+        const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)w));
+        for (int t = 0; t < n; t++) {
+            __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]));
+            sum[t] = _mm512_fmadd_ps(part, scale, sum[t]);
+        }
     }
-    _mm512_storeu_ps(y, sum);
+    for (int t = 0; t < n; t++) _mm512_storeu_ps(y + 16 * t, sum[t]);
 }
+FT_TILE_AND_FEW(FT_TARGET_VNNI, q8_0_int15_vnni)
 #endif
 
 static const ft_kernel ft_kernels_q8_0[] = {
-    {FT_SCALAR, FT_FP32, tile_q8_0_fp32_scalar, NULL},
-    {FT_SCALAR, FT_INT8, tile_q8_0_int8_scalar, NULL},
-    {FT_SCALAR, FT_INT15, tile_q8_0_int15_scalar, NULL},
+    {FT_SCALAR, FT_FP32, tile_q8_0_fp32_scalar, NULL, 0, 0, NULL},
+    {FT_SCALAR, FT_INT8, tile_q8_0_int8_scalar, NULL, 128, 1.f, NULL},
+    {FT_SCALAR, FT_INT15, tile_q8_0_int15_scalar, NULL, 128, 1.f, NULL},
 #ifdef FT_X86
-    {FT_AVX2, FT_FP32, tile_q8_0_fp32_avx2, NULL},
-    {FT_AVX2, FT_INT8, tile_q8_0_int8_avx2, NULL},
-    {FT_AVX2, FT_INT15, tile_q8_0_int15_avx2, NULL},
-    {FT_AVX512, FT_FP32, tile_q8_0_fp32_avx512, NULL},
-    {FT_AVX512VNNI, FT_INT8, tile_q8_0_int8_vnni, NULL},
-    {FT_AVX512VNNI, FT_INT15, tile_q8_0_int15_vnni, NULL},
+    {FT_AVX2, FT_FP32, tile_q8_0_fp32_avx2, NULL, 0, 0, NULL},
+    {FT_AVX2, FT_INT8, tile_q8_0_int8_avx2, NULL, 128, 1.f, NULL},
+    {FT_AVX2, FT_INT15, tile_q8_0_int15_avx2, NULL, 128, 1.f, NULL},
+    {FT_AVX512, FT_FP32, tile_q8_0_fp32_avx512, NULL, 0, 0, NULL},
+    {FT_AVX512VNNI, FT_INT8, tile_q8_0_int8_vnni, NULL, 128, 1.f, NULL},
+    {FT_AVX512VNNI, FT_INT15, tile_q8_0_int15_vnni, NULL, 128, 1.f, few_q8_0_int15_vnni},
 #endif
-    {FT_LEVELS, 0, NULL, NULL},
+    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL},
 };
 #endif

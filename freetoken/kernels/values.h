@@ -52,10 +52,10 @@ static inline void ft_swish(const float *g, float alpha, float *out) {
  * 0. Magnitudes are compared as integers, where a NaN is the largest: it becomes the scale and reaches the output.
  *
  * n <= 128 of them, a multiple of `line`; value k of a line goes to place order[k] (NULL: k). low: where the low digits of
- * numbers 128 * high + low go, NULL for numbers of one digit.
+ * numbers 128 * high + low go, NULL for numbers of one digit. offset, unit: the tile function's, isa.h.
  */
-static inline void ft_whole_block(const float *x, ptrdiff_t n, int steps, const uint8_t *order, ptrdiff_t line, int8_t *out,
-                                  int8_t *low, float *scale, int32_t *sum) {
+static inline void ft_whole_block(const float *x, ptrdiff_t n, int steps, int offset, float unit, const uint8_t *order,
+                                  ptrdiff_t line, int8_t *out, int8_t *low, float *scale, int32_t *correction) {
     int32_t code[128], high[128], top_bits = 0;
     uint32_t total = 0;
     for (ptrdiff_t k = 0; k < n; k++) {
@@ -79,7 +79,7 @@ static inline void ft_whole_block(const float *x, ptrdiff_t n, int steps, const 
             out[at] = (int8_t)(low ? high[k + i] : code[k + i]);
             if (low) low[at] = (int8_t)code[k + i];
         }
-    *scale = top <= 1e-30f ? 0.f : top / (float)steps;
-    *sum = (int32_t)total;
+    *scale = unit * (top <= 1e-30f ? 0.f : top / (float)steps);
+    *correction = (int32_t)(0u - total * (uint32_t)offset);
 }
 #endif

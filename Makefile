@@ -10,7 +10,7 @@ SOURCES := $(shell find freetoken -name '*.pyx' -o -name '*.pxd' -o -name '*.h')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test llama bench lint stubs clean help
+.PHONY: demo test llama bench sanitize lint stubs clean help
 
 demo: $(VENV)/.built  ## generate text with the small model that comes along
 	$(VENV)/bin/ft generate --prompt "It was a dark night, and" --temperature 0.6 --seed 3
@@ -25,6 +25,17 @@ bench: $(VENV)/.built  ## measure, without the tests (ARGS is passed on to pytes
 	@$(PY) -c "import torch, time; t = time.perf_counter(); import freetoken; \
 	print(f'import freetoken: {time.perf_counter() - t:.3f} s beyond torch')"
 	$(PY) -m pytest benchmarks --benchmark-only $(ARGS)
+
+# A second build, in build/sanitized; ARGS as above.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZED := import sys, freetoken, pytest; assert "sanitized" in freetoken.__file__; sys.exit(pytest.main(sys.argv[1:]))
+
+sanitize: $(VENV)/.built  ## run the tests of compiled modules under AddressSanitizer and UBSan
+	@CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" PYTHONWARNINGS=ignore \
+	$(PY) setup.py --quiet build --build-lib build/sanitized --build-temp build/sanitized.tmp
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	PYTHONPATH=build/sanitized $(PY) -P -c '$(SANITIZED)' -p no:cacheprovider -q --capture=sys \
+	tests/kernels tests/checkpoint/test_strips.py --deselect tests/kernels/test_portable.py $(ARGS)
 
 lint: $(VENV)/.linters  ## check style, types and stubs
 	$(PY) -m ruff check .

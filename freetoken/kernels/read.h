@@ -42,6 +42,7 @@ static uint64_t ft_read_scalar(const uint8_t *p, ptrdiff_t n, int way) {
 
 FT_TARGET_AVX512 static uint64_t ft_read_avx512(const uint8_t *p, ptrdiff_t n, int way) {
     __m512i s[4];
+    uint64_t sums[8], total = 0;
     for (int i = 0; i < 4; i++) s[i] = _mm512_setzero_si512();
     if (way == FT_READ_PREFETCH)
         FT_READ_RUNS(n, 1, FT_READ_LINES(p + at, FT_READ_PREFETCH, s, __m512i, _mm512_loadu_si512, _mm512_add_epi64));
@@ -50,8 +51,9 @@ FT_TARGET_AVX512 static uint64_t ft_read_avx512(const uint8_t *p, ptrdiff_t n, i
                                          _mm512_add_epi64));
     else
         FT_READ_RUNS(n, 1, FT_READ_LINES(p + at, FT_READ_PLAIN, s, __m512i, _mm512_loadu_si512, _mm512_add_epi64));
-    return (uint64_t)_mm512_reduce_add_epi64(
-        _mm512_add_epi64(_mm512_add_epi64(s[0], s[1]), _mm512_add_epi64(s[2], s[3])));
+    _mm512_storeu_si512(sums, _mm512_add_epi64(_mm512_add_epi64(s[0], s[1]), _mm512_add_epi64(s[2], s[3])));
+    for (int i = 0; i < 8; i++) total += sums[i];
+    return total;
 }
 
 FT_TARGET_AVX2 static uint64_t ft_read_avx2(const uint8_t *p, ptrdiff_t n, int way) {

@@ -356,7 +356,7 @@ cdef inline ptrdiff_t tiles_of_run(const job *j, int n_threads) noexcept nogil:
     """
     if j.tokens > DOWN_TILES:
         return 1
-    return max(<ptrdiff_t> 1, min(<ptrdiff_t> DOWN_TILES, j.down.tiles // (4 * n_threads)))
+    return max(<ptrdiff_t> 1, min(<ptrdiff_t> DOWN_TILES, j.down.tiles // (8 * n_threads)))
 
 
 cdef inline ptrdiff_t runs_of(const job *j, int n_threads) noexcept nogil:

@@ -1,7 +1,7 @@
 /* Reads memory and does next to nothing with it: the roof that expert layers are measured against.
  *
  * plain      one run, 256 bytes at a time
- * prefetch   the same, lines asked for FT_AHEAD bytes ahead
+ * prefetch   the same, lines asked for ahead as tiles do
  * streams    four runs side by side
  *
  * Which is fastest differs between machines and moments; the roof is the best of them in the same minute.

@@ -34,28 +34,31 @@ def make_bank(task: Task, expert: Expert, layer: int) -> tuple[Tensor, Tensor]:
     return banks[0], banks[1]
 
 
-def ready(task: Task, note: str, make_layer: Callable[[int, Problem], Layer]) -> Ready:
-    """The side of which `make_layer` makes layers, once each is right."""
+def ready(task: Task, note: str, make_layer: Callable[[int, Problem], Layer], device: str = "cpu") -> Ready:
+    """The side of which `make_layer` makes layers, once each is right; device: where its inputs are, "cpu" or "cuda"."""
     torch.set_num_threads(task.threads)
     problem = Problem(task)
     problem.x = torch.from_numpy(problem.x).bfloat16().float().numpy()
     layers = [make_layer(number, problem) for number in range(task.layers)]
-    x = torch.from_numpy(problem.x).bfloat16()[None]
-    weights = torch.from_numpy(problem.weights).bfloat16()[None]
+    x, weights = (torch.from_numpy(values).bfloat16()[None].to(device) for values in (problem.x, problem.weights))
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def draw() -> Tensor:
-        return torch.from_numpy(problem.routes(1)).long()
+        return torch.from_numpy(problem.routes(1)).long().to(device)
 
     @torch.inference_mode()
     def run() -> tuple[int, float]:
         steps = [(layer, draw()) for _ in range(BATCH) for layer in layers]
+        wait()
         start = time.perf_counter()
         for layer, ids in steps:
             layer(x, ids, weights)
+        wait()
         return len(steps), time.perf_counter() - start
 
     with torch.inference_mode():
         for number, layer in enumerate(layers):
             ids = draw()
-            problem.check(number, ids[0].int().numpy(), layer(x, ids, weights)[0].float().numpy(), rounded(problem.expert))
+            found = layer(x, ids, weights)[0].float().cpu().numpy()
+            problem.check(number, ids[0].int().cpu().numpy(), found, rounded(problem.expert))
     return Ready(task.top_k * 3 * task.hidden * task.width * 2, note, run)

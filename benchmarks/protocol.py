@@ -2,10 +2,10 @@
 
     python SIDE [OPTION ...] FORMAT H I E K LAYERS THREADS
 
-It prints `READY <bytes of experts that a token reads in a layer> <note>`, or `NO <reason>` and ends, where it cannot take
-part. Then, for each line `run SECONDS` on standard input, it prints `<layers run> <seconds>`. A token goes through a layer
-at a time; its K experts of the E are drawn at random, distinct, for every step, and the layers take turns, so that all
-banks are touched. The input ends it.
+It prints `READY <bytes of experts that a token reads in a layer> <note>`, or, where it cannot take part, `NO <reason>`,
+and ends. Then, for each line `run SECONDS` on standard input, it prints `<layers run> <seconds>`. A token goes through
+a layer at a time; its K experts of the E are drawn at random, distinct, for every step, and the layers take turns, so
+that all banks are touched. The input ends it.
 """
 
 import importlib.util
@@ -45,14 +45,14 @@ class Ready:
     run: Callable[[], tuple[int, float]]
 
 
-class Missing(Exception):
+class MissingError(Exception):
     """A side cannot take part, and why."""
 
 
 def require(package: str, name: str | None = None) -> None:
-    """Raise Missing if a package cannot be imported; name: as it is installed, where that differs."""
+    """Raise MissingError if a package cannot be imported; name: as it is installed, where that differs."""
     if importlib.util.find_spec(package) is None:
-        raise Missing(f"{name or package} is not installed")
+        raise MissingError(f"{name or package} is not installed")
 
 
 def play(start: Callable[[Task], Ready]) -> None:
@@ -61,7 +61,7 @@ def play(start: Callable[[Task], Ready]) -> None:
     os.dup2(2, 1)
     try:
         side = start(Task.parse(sys.argv[1:]))
-    except Missing as missing:
+    except MissingError as missing:
         print("NO", missing, file=answers)
         return
     print("READY", side.token_bytes, side.note, file=answers)

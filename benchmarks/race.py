@@ -2,9 +2,9 @@
 
     python benchmarks/race.py --python ggml=/another/venv/bin/python
 
-All sides of a format are processes with banks of their own; they take turns, a round begins with another side each time,
-and around each run is a look at the roof, the fastest of several plain reads of memory that is nobody's bank. A side that
-is not installed, has no kernel for a format, dies or is silent is named below the table, with the reason.
+All sides of a format are processes with banks of their own; they take turns, a round begins with another side each
+time, and around each run is a look at the roof, the fastest of several plain reads of memory that is nobody's bank. A
+side that is not installed, has no kernel for a format, dies or is silent is named below the table, with the reason.
 """
 
 import argparse
@@ -19,12 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from layers import Shape, roof
-from sides import PROGRAMS, Failed, Refused, Side, choose_pythons
+from sides import PROGRAMS, Side, SideError, choose_pythons
 
 from freetoken import formats, topology
 from freetoken.errors import CapacityError
 from freetoken.memory.budget import Need, require
 from freetoken.memory.mapping import map_bytes
+from freetoken.units import format_bytes
 
 OURS = "freetoken"
 ROOF_BYTES = 1 << 30
@@ -76,6 +77,10 @@ class Race:
         """Layers of a format that the banks' bytes make, at least one."""
         return max(1, -(-self.nbytes // self._layer_bytes(name)))
 
+    def banks(self, name: str) -> int:
+        """Bytes of a side's banks."""
+        return self.layers(name) * self._layer_bytes(name)
+
     def _layer_bytes(self, name: str) -> int:
         return self.shape.experts * self.shape.layout(formats.get(name)).nbytes
 
@@ -100,7 +105,7 @@ class Race:
                     lane = found.lanes[side]
                     try:
                         layers = lane.side.run(self.seconds)
-                    except Failed as failure:
+                    except SideError as failure:
                         found.missing[side] = str(failure)
                         del found.lanes[side]
                         continue
@@ -113,14 +118,14 @@ class Race:
 
     def _enter(self, name: str, side: str, found: Result, stack: ExitStack) -> None:
         """Start a side that fits into memory beside those that run."""
-        banks, layers = self.layers(name) * self._layer_bytes(name), self.layers(name)
-        need = Need(banks=banks, transient=banks // layers, dense=PROCESS_BYTES, spare=SPARE_BYTES)
+        banks, layers = self.banks(name), self.layers(name)
+        need = Need(banks=banks, transient=banks // layers + PROCESS_BYTES, spare=SPARE_BYTES)
         require(need, what=f"{name} of {side}, beside {len(found.lanes)} other sides,")
         shape = self.shape
         task = (name, shape.hidden, shape.width, shape.experts, shape.top_k, layers, self.threads)
         try:
             process = Side(side, self.pythons[side], task, self.limit)
-        except (Refused, Failed) as reason:
+        except SideError as reason:
             found.missing[side] = str(reason)
             return
         stack.callback(process.close)
@@ -164,14 +169,20 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
+    )
 
 
 def report(race: Race, results: dict[str, Result]) -> str:
     """The table, who is missing, and what was raced on what."""
     missing = grouped((side, name, why) for name, result in results.items() for side, why in result.missing.items())
-    raced = grouped((side, name, lane.side.note) for name, result in results.items() for side, lane in result.lanes.items())
-    machine = f"{processor()}, {race.threads} threads; {race.shape}; banks of {race.nbytes / 2**30:g} GiB for each side; "
+    raced = grouped(
+        (side, name, lane.side.note) for name, result in results.items() for side, lane in result.lanes.items()
+    )
+    machine = (
+        f"{processor()}, {race.threads} threads; {race.shape}; banks of {race.nbytes / 2**30:g} GiB for each side; "
+    )
     machine += f"medians of {race.rounds} rounds of {race.seconds:g} s"
     parts = [table(results), *([["Missing:", "", *missing]] if missing else []), ["Raced:", "", *raced], [machine]]
     return "\n\n".join("\n".join(lines) for lines in parts)
@@ -212,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
     results: dict[str, Result] = {}
     try:
         for name in names:
-            print(f"{name} ...", file=sys.stderr)
+            print(f"{name}: {race.layers(name)} layers, {format_bytes(race.banks(name))} a side", file=sys.stderr)
             results[name] = race.run(name)
     except CapacityError as error:
         sys.exit(f"{error} Or take less with --gib, or fewer with --sides.")

@@ -35,27 +35,25 @@ PROGRAMS: Mapping[str, Program] = {
 }
 
 
-class Refused(Exception):
-    """A side said that it cannot take part, and why."""
-
-
-class Failed(Exception):
-    """A side died, was silent for too long, or answered something else; why."""
+class SideError(Exception):
+    """A side cannot take part: it said so, died, was silent for too long, or answered something else."""
 
 
 class Side:
-    """One side, from READY to `close`; it is stopped while it is not asked, so that its threads do not spin into others.
+    """One side, from READY to `close`; stopped while it is not asked, so that its threads do not spin into others.
 
     arguments: the task; limit: seconds for any answer beyond what it is asked to run. Its process group belongs to this
     session: if this process is killed, the kernel continues and ends stopped groups that nobody is left to continue.
     """
 
     def __init__(self, name: str, python: str, arguments: Sequence[object], limit: float) -> None:
-        self.name, self._limit = name, limit
+        self._limit = limit
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         program = PROGRAMS[name]
         command = [python, str(HERE / program.file), *program.options, *map(str, arguments)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        }
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment,
@@ -63,17 +61,16 @@ class Side:
             )  # fmt: skip
         except OSError as error:
             self._errors.close()
-            raise Failed(f"{python} does not start: {error.strerror}") from error
+            raise SideError(f"{python} does not start: {error.strerror}") from error
         try:
-            word, *rest = self._answer(limit).split(maxsplit=2)
+            answer = self._answer(limit)
+            word, _, rest = answer.partition(" ")
             if word == "NO":
-                raise Refused(" ".join(rest))
-            try:
-                self.token_bytes, self.note = int(rest[0]), rest[1]
-            except (ValueError, IndexError):
-                word = ""
-            if word != "READY":
-                raise Failed(f"answered {' '.join([word, *rest])!r}, expected READY <bytes> <note>")
+                raise SideError(rest)
+            nbytes, _, self.note = rest.partition(" ")
+            if word != "READY" or not nbytes.isdecimal():
+                raise SideError(f"answered {answer!r}, expected READY <bytes> <note>")
+            self.token_bytes = int(nbytes)
             self._signal(signal.SIGSTOP)
         except BaseException:
             self.close()
@@ -94,7 +91,7 @@ class Side:
             layers, taken = map(float, answer.split())
             return layers / taken
         except (ValueError, ZeroDivisionError):
-            raise Failed(f"answered {answer!r}, expected <layers> <seconds>") from None
+            raise SideError(f"answered {answer!r}, expected <layers> <seconds>") from None
 
     def close(self) -> None:
         """End it and all that it started."""
@@ -117,23 +114,23 @@ class Side:
             selector.register(output, selectors.EVENT_READ)
             while not text.endswith(b"\n"):
                 if not selector.select(max(0.0, end - time.monotonic())):
-                    raise Failed(f"said nothing for {limit:.0f} s")
+                    raise SideError(f"said nothing for {limit:.0f} s")
                 piece = os.read(output.fileno(), 4096)
                 if not piece:
                     raise self._death()
                 text += piece
         return text.decode(errors="replace").strip()
 
-    def _death(self) -> Failed:
+    def _death(self) -> SideError:
         try:
             code = self._process.wait(self._limit)
         except subprocess.TimeoutExpired:
-            return Failed("closed its output")
+            return SideError("closed its output")
         self._errors.seek(0)
         lines = self._errors.read().split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return Failed(f"{how}: {last[:200]}")
+        return SideError(f"{how}: {last[:200]}")
 
 
 def choose_pythons(assignments: Sequence[str]) -> dict[str, str]:

@@ -35,7 +35,7 @@ def make_bank(task: Task, expert: Expert, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def ready(task: Task, note: str, make_layer: Callable[[int, Problem], Layer], device: str = "cpu") -> Ready:
-    """The side of which `make_layer` makes layers, once each is right; device: where its inputs are, "cpu" or "cuda"."""
+    """The side of which `make_layer` makes layers, once each is right; device: of inputs, "cpu" or "cuda"."""
     torch.set_num_threads(task.threads)
     problem = Problem(task)
     problem.x = torch.from_numpy(problem.x).bfloat16().float().numpy()

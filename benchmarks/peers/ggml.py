@@ -1,7 +1,7 @@
-"""ggml as llama-cpp-python brings it; its one option is "plain", blocks as files have them, or "repack", ggml's own order.
+"""ggml as llama-cpp-python brings it; its one option is "plain", blocks as in files, or "repack", in ggml's own order.
 
-One graph takes a token through all layers, as llama.cpp builds it for a mixture of experts. llama.cpp repacks by default
-where ggml can. The library is called by its public C interface.
+One graph takes a token through all layers, as llama.cpp builds it for a mixture of experts. llama.cpp repacks by
+default where ggml can. The library is called by its public C interface.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import importlib.util
 import mmap
 import sys
 import time
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 from experts import Expert, Problem, rotate
 from numpy.typing import NDArray
-from protocol import Missing, Ready, Task, play, require
+from protocol import MissingError, Ready, Task, play, require
 
-TYPES = {"bf16": 30, "q8_0": 8, "q4_0": 2, "mxfp4": 39, "nvfp4": 40}
-"""Format -> number of ggml's type of that name."""
+TYPES = {
+    "bf16": (30, "bf16"),
+    "q8_0": (8, "q8_0"),
+    "q4_0": (2, "q4_0"),
+    "mxfp4": (39, "mxfp4"),
+    "ds_fp4": (39, "mxfp4"),
+    "nvfp4": (40, "nvfp4"),
+}
+"""Format -> number and name of ggml's type of the same bytes."""
 F32, I32 = 0, 26
 BATCH = 8
 """Tokens between two looks at the clock."""
@@ -89,11 +96,11 @@ class Library:
         try:
             parts = [ctypes.CDLL(folder / f"libggml{part}.so", ctypes.RTLD_GLOBAL) for part in ("-base", "-cpu")]
         except OSError as error:
-            raise Missing(f"its libraries do not load: {error}") from error
+            raise MissingError(f"its libraries do not load: {error}") from error
         for name, (returns, *takes) in FUNCTIONS.items():
             function = next((getattr(part, name) for part in parts if hasattr(part, name)), None)
             if function is None:
-                raise Missing(f"its ggml has no {name}")
+                raise MissingError(f"its ggml has no {name}")
             function.restype, function.argtypes = returns, takes
             setattr(self, name.removeprefix("ggml_"), function)
 
@@ -237,10 +244,10 @@ class Layers:
 def start(task: Task) -> Ready:
     require("llama_cpp", "llama-cpp-python")
     if task.format not in TYPES:
-        raise Missing("ggml has no such type")
-    ggml, kind = Library(), TYPES[task.format]
-    if ggml.type_name(kind) != task.format.encode():
-        raise Missing("its ggml is older than this type")
+        raise MissingError("ggml has no such type")
+    ggml, (kind, name) = Library(), TYPES[task.format]
+    if ggml.type_name(kind) != name.encode():
+        raise MissingError("its ggml is older than this type")
     runner, problem = Runner(ggml, task.threads), Problem(task)
     matrices = (problem.expert.gate, problem.expert.up, problem.expert.down)
     blocks = [quantize(ggml, kind, matrix) for matrix in matrices]
@@ -251,7 +258,7 @@ def start(task: Task) -> Ready:
         if layers.can_run():
             break
     else:
-        raise Missing("ggml repacks no such type on this processor")
+        raise MissingError("ggml repacks no such type on this processor")
     layers.fill(blocks)
     ggml.write(layers.x, problem.x)
     ggml.write(layers.scales, problem.weights)

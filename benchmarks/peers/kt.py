@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from protocol import Missing, Ready, Task, play, require
+from protocol import MissingError, Ready, Task, play, require
 
 
 def start(task: Task) -> Ready:
@@ -22,9 +22,11 @@ def start(task: Task) -> Ready:
     from torch import Tensor
 
     if not torch.cuda.is_available():
-        raise Missing("it allocates pinned memory and is called through a CUDA stream, and there is no CUDA device")
+        raise MissingError(
+            "it allocates pinned memory and is called through a CUDA stream, and there is no CUDA device"
+        )
     if task.format != "bf16":
-        raise Missing("only its bf16 experts are asked for here")
+        raise MissingError("only its bf16 experts are asked for here")
     from kt_kernel import KTMoEWrapper
     from safetensors.torch import save_file
 

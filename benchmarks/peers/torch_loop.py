@@ -5,13 +5,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from protocol import Missing, Ready, Task, play, require
+from protocol import MissingError, Ready, Task, play, require
 
 
 def start(task: Task) -> Ready:
     require("torch")
     if task.format != "bf16":
-        raise Missing("its products on a CPU take these experts in bf16 only")
+        raise MissingError("its products on a CPU take these experts in bf16 only")
     import torch
     from bf16 import Layer, Problem, make_bank, ready
     from torch import Tensor

@@ -5,14 +5,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from protocol import Missing, Ready, Task, play, require
+from protocol import MissingError, Ready, Task, play, require
 
 
 def start(task: Task) -> Ready:
     require("transformers")
     require("torch")
     if task.format != "bf16":
-        raise Missing("its experts are computed in bf16, fp16 or fp32 on a CPU")
+        raise MissingError("its experts are computed in bf16, fp16 or fp32 on a CPU")
     import torch
     import transformers
     from bf16 import Layer, Problem, make_bank, ready

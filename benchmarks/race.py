@@ -120,7 +120,7 @@ class Race:
         """Start a side that fits into memory beside those that run."""
         banks, layers = self.banks(name), self.layers(name)
         need = Need(banks=banks, transient=banks // layers + PROCESS_BYTES, spare=SPARE_BYTES)
-        require(need, what=f"{name} of {side}, beside {len(found.lanes)} other sides,")
+        require(need, what=f"{name} of {side}, after {len(found.lanes)} others,")
         shape = self.shape
         task = (name, shape.hidden, shape.width, shape.experts, shape.top_k, layers, self.threads)
         try:

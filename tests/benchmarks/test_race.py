@@ -129,7 +129,7 @@ def test_formats_with_one_reason_share_a_line() -> None:
 
 def test_what_does_not_fit_is_refused_before_it_starts(scripted: type[Scripted]) -> None:
     race, _ = racing.parse(["--gib", "1e6"])
-    with pytest.raises(CapacityError, match=r"bf16 of freetoken, beside 0 other sides, needs .* of host memory"):
+    with pytest.raises(CapacityError, match=r"bf16 of freetoken, after 0 others, needs .* of host memory"):
         race.run("bf16")
     assert not scripted.asked
 

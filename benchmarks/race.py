@@ -11,6 +11,7 @@ import argparse
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import psutil
 from layers import Shape, roof
 from sides import PROGRAMS, Side, SideError, choose_pythons
 
@@ -54,10 +56,27 @@ class Lane:
 
 @dataclass
 class Result:
-    """Of one format: what was measured by side, and why the others are missing."""
+    """Of one format: what was measured by side, and why the others are missing.
 
-    lanes: dict[str, Lane]
-    missing: dict[str, str]
+    foreign: share of the processors that was used meanwhile by what is not raced.
+    """
+
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    foreign: float = 0.0
+
+    def drop(self, side: str, why: str) -> None:
+        """Go on without a side."""
+        self.lanes.pop(side).side.close()
+        self.missing[side] = why
+
+    def foreign_seconds(self) -> float:
+        """CPU time of this machine so far, less what this process and the sides have used."""
+        everything = psutil.cpu_times()
+        own = psutil.Process().cpu_times()
+        sides = sum(lane.side.cpu_seconds() for lane in self.lanes.values())
+        idle = everything.idle + getattr(everything, "iowait", 0.0) + getattr(everything, "guest", 0.0)
+        return sum(everything) - idle - sum(own[:4]) - sides
 
 
 @dataclass(frozen=True)
@@ -87,7 +106,7 @@ class Race:
     def run(self, name: str) -> Result:
         """Race one format."""
         with ExitStack() as stack:
-            found = Result({}, {})
+            found = Result()
             for side in self.sides:
                 self._enter(name, side, found, stack)
             self._judge_bytes(name, found)
@@ -97,6 +116,7 @@ class Race:
             def look() -> float:
                 return roof([memory], self.threads)
 
+            start, used = time.perf_counter(), found.foreign_seconds()
             for number in range(self.rounds + 1):
                 order = list(found.lanes)
                 turn = number % max(1, len(order))
@@ -106,14 +126,15 @@ class Race:
                     try:
                         layers = lane.side.run(self.seconds)
                     except SideError as failure:
-                        found.missing[side] = str(failure)
-                        del found.lanes[side]
+                        found.drop(side, str(failure))
                         continue
                     after = look()
                     if number:
                         lane.layers.append(layers)
                         lane.shares.append(layers * lane.side.token_bytes / ((before + after) / 2))
                     before = after
+            used, seconds = found.foreign_seconds() - used, time.perf_counter() - start
+            found.foreign = max(0.0, used / seconds / psutil.cpu_count())
             return found
 
     def _enter(self, name: str, side: str, found: Result, stack: ExitStack) -> None:
@@ -136,8 +157,7 @@ class Race:
         expected = self.shape.top_k * self.shape.layout(formats.get(name)).nbytes
         for side, lane in list(found.lanes.items()):
             if abs(lane.side.token_bytes / expected - 1) > SAME:
-                found.missing[side] = f"reads {lane.side.token_bytes:,} bytes for a token, expected {expected:,}"
-                del found.lanes[side]
+                found.drop(side, f"reads {lane.side.token_bytes:,} bytes for a token, expected {expected:,}")
 
 
 def table(results: dict[str, Result]) -> list[str]:
@@ -184,6 +204,8 @@ def report(race: Race, results: dict[str, Result]) -> str:
         f"{processor()}, {race.threads} threads; {race.shape}; banks of {race.nbytes / 2**30:g} GiB for each side; "
     )
     machine += f"medians of {race.rounds} rounds of {race.seconds:g} s"
+    foreign = ", ".join(f"{name} {result.foreign:.2f}" for name, result in results.items())
+    machine += f". Share of the processors that others used meanwhile: {foreign}"
     parts = [table(results), *([["Missing:", "", *missing]] if missing else []), ["Raced:", "", *raced], [machine]]
     return "\n\n".join("\n".join(lines) for lines in parts)
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 
@@ -93,8 +95,15 @@ class Side:
         except (ValueError, ZeroDivisionError):
             raise SideError(f"answered {answer!r}, expected <layers> <seconds>") from None
 
+    def cpu_seconds(self) -> float:
+        """What it has used."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
     def close(self) -> None:
-        """End it and all that it started."""
+        """End it and all that it started; once is enough."""
+        if self._errors.closed:
+            return
         self._signal(signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):

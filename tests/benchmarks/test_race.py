@@ -1,10 +1,13 @@
 """`benchmarks/race.py`: order, figures, who is missing and why, and that no side is left behind; never a time."""
 
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -59,6 +62,9 @@ class Scripted:
         self.runs += 1
         return self.speeds[self.name] * (100 if self.runs == 1 else 1)
 
+    def cpu_seconds(self) -> float:
+        return 0.0
+
     def close(self) -> None:
         self.closed.append(self.name)
 
@@ -105,7 +111,7 @@ def test_side_that_dies_later_is_missing_and_the_others_go_on(scripted: type[Scr
     assert scripted.asked.count("freetoken") == scripted.asked.count("ggml") == 3
     assert results["bf16"].missing == {"torch": "ended with status 3: alas"}
     assert list(results["bf16"].lanes) == ["freetoken", "ggml"]
-    assert "torch" in scripted.closed
+    assert scripted.closed[0] == "torch"
     assert "| torch |" not in racing.report(race, results)
 
 
@@ -120,6 +126,15 @@ def test_side_that_reads_other_bytes_is_left_out(scripted: type[Scripted]) -> No
     _, results = run("--formats", "bf16", "--sides", "freetoken", "ggml")
     assert results["bf16"].missing == {"ggml": f"reads 24,576 bytes for a token, expected {RECORDS:,}"}
     assert "ggml" not in scripted.asked
+
+
+def test_foreign_time_is_what_neither_this_process_nor_sides_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = namedtuple("machine", "user system idle iowait steal")(100.0, 20.0, 900.0, 50.0, 4.0)
+    own = namedtuple("own", "user system children_user children_system iowait")(10.0, 5.0, 2.0, 1.0, 70.0)
+    monkeypatch.setattr(racing.psutil, "cpu_times", lambda: machine)
+    monkeypatch.setattr(racing.psutil, "Process", lambda: SimpleNamespace(cpu_times=lambda: own))
+    lane = racing.Lane(SimpleNamespace(cpu_seconds=lambda: 30.0))
+    assert racing.Result({"freetoken": lane, "torch": lane}).foreign_seconds() == 124 - 18 - 60
 
 
 def test_formats_with_one_reason_share_a_line() -> None:
@@ -232,6 +247,7 @@ def test_race_of_real_sides(dying: str) -> None:
     assert "- torch (q8_0): its products on a CPU take these experts in bf16 only" in missing
     assert any(line.startswith("- ggml (q8_0): reads 49,152 bytes for a token, expected ") for line in missing)
     assert "2 threads; 128/32 top 2 of 8" in out
+    assert re.search(r"that others used meanwhile: bf16 \d\.\d\d, q8_0 \d\.\d\d$", out)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -11,7 +11,7 @@ from protocol import MissingError, Ready, Task, play, require
 def start(task: Task) -> Ready:
     require("torch")
     if task.format != "bf16":
-        raise MissingError("its products on a CPU take these experts in bf16 only")
+        raise MissingError("torch has no product with such blocks")
     import torch
     from bf16 import Layer, Problem, make_bank, ready
     from torch import Tensor

@@ -12,7 +12,7 @@ def start(task: Task) -> Ready:
     require("transformers")
     require("torch")
     if task.format != "bf16":
-        raise MissingError("its experts are computed in bf16, fp16 or fp32 on a CPU")
+        raise MissingError("transformers computes no experts of such blocks on a CPU")
     import torch
     import transformers
     from bf16 import Layer, Problem, make_bank, ready

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from freetoken import settings
 from freetoken.banks import Bank, LayerBank
+from freetoken.crowding import CrowdWatch
 from freetoken.errors import FreeTokenError, UnsupportedError
 from freetoken.formats.base import Format, Matrix
 from freetoken.formats.record import Expert, RecordLayout
@@ -142,6 +143,7 @@ class Executor:
         self._scratch = Scratch()
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self._crowd = CrowdWatch(len(workers))
         self._checked: dict[tuple[str, bool], KernelChoice] = {}
 
     @property
@@ -219,6 +221,7 @@ class Executor:
                 layer.kernel.run(
                     source[part], routes[part], factors[part], sink[part], self._scratch, len(self.workers)
                 )
+            self._crowd.look()
         if target is not out:
             out.copy_(target)
         return out

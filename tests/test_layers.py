@@ -19,7 +19,7 @@ PACKAGE = Path(next(iter(freetoken.__path__)))
 # "" is freetoken/__init__.py itself.
 LAYERS: list[set[str]] = [
     {"errors", "settings", "units"},
-    {"cgroup", "demo", "topology"},
+    {"cgroup", "crowding", "demo", "topology"},
     {"memory"},
     {"formats"},
     {"kernels"},

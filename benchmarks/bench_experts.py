@@ -1,7 +1,8 @@
 """One layer of experts after another, over banks larger than any cache: GB/s of records, and share of the roof.
 
 The roof is the fastest of several plain reads of the same memory by as many threads, just before and just after.
-FREETOKEN_CPU_ISA and FREETOKEN_CPU_ACT choose other tile functions; FREETOKEN_BENCH_GIB sets the size of the banks.
+FREETOKEN_CPU_ISA and FREETOKEN_CPU_ACT choose other tile functions; FREETOKEN_BENCH_GIB sets the size of the banks,
+FREETOKEN_BENCH_THREADS the number of threads.
 """
 
 import os
@@ -23,7 +24,7 @@ SHAPES = {
 BATCHES = (1, 2, 4, 8, 16, 64)
 ROUNDS = 7
 GIB = float(os.environ.get("FREETOKEN_BENCH_GIB", "3"))
-THREADS = len(topology.read().workers())
+THREADS = int(os.environ.get("FREETOKEN_BENCH_THREADS", len(topology.read().workers())))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

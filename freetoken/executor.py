@@ -23,8 +23,9 @@ from freetoken.errors import FreeTokenError, UnsupportedError
 from freetoken.formats.base import Format, Matrix
 from freetoken.formats.record import Expert, RecordLayout
 from freetoken.kernels import reference
-from freetoken.kernels._experts import ExpertLayer, Scratch, ShardedLayer
+from freetoken.kernels._experts import ExpertLayer, Scratch
 from freetoken.kernels._isa import LEVELS, TileKernel, available_levels
+from freetoken.kernels._shards import ShardedLayer
 from freetoken.memory.placement import Placement
 
 logger = logging.getLogger(__name__)

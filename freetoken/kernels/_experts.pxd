@@ -1,6 +1,6 @@
 """The job of one layer and the one function that does it; any team of threads may call it."""
 from libc.stddef cimport ptrdiff_t
-from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint8_t, uint16_t
 
 from freetoken.kernels._isa cimport ft_kernel
 
@@ -70,23 +70,42 @@ cdef struct job:
     ft_barrier barrier
 
 
-cdef struct sharded_job:
-    # The same routes through each shard; what the shards give adds up.
-    ptrdiff_t shards
-    job *jobs               # their y: (tokens, H) fp32 each
-    void *y
-    bint y_bf16
-    # The team: thread t is the rank[t]-th of the size[shard] threads of shard[t].
-    int threads
-    const int *shard
-    const int *rank
-    const int *size
-    # Where it stays: a mask of CPUs for each thread, and its key; key 0 leaves a thread alone.
-    const uint64_t *masks
-    ptrdiff_t mask_words
-    const uint64_t *keys
-    ft_barrier barrier
+cdef class Scratch:
+    cdef uint8_t *data
+    cdef size_t size
+    cdef uint8_t *reserve(self, size_t size) except NULL
+
+
+cdef class ExpertLayer:
+    cdef job template
+    cdef object owner
+    cdef readonly Py_ssize_t n_experts
+    cdef readonly Py_ssize_t hidden
+    cdef void describe(self, matrix *m, object layout, str name, ptrdiff_t rows, ptrdiff_t k)
 
 
 cdef void layer(job *j, int thread, int n_threads) noexcept nogil
-cdef void sharded_layer(sharded_job *s, int thread, int n_threads) noexcept nogil
+
+# What it consists of.
+cdef void share_out(job *j, int thread, int n_threads) noexcept nogil
+cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil
+cdef void gate_up(job *j, int thread, int n_threads) noexcept nogil
+cdef void down(job *j, int thread, int n_threads) noexcept nogil
+
+
+cdef struct room:
+    # Scratch that is being cut into buffers: measured first (base NULL), then handed out.
+    uint8_t *base
+    size_t used
+    int passes
+
+
+# A call: its input is checked, its scratch measured and handed out, its routes are sorted.
+cdef bint set_input(
+    job *j, Py_ssize_t hidden, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, int n_threads
+) except -1
+cdef bint take_all(room *r, Scratch scratch) except -1
+cdef uint8_t *take(room *r, size_t nbytes) noexcept nogil
+cdef void take_common(room *r, job *j, size_t routes, size_t experts) noexcept nogil
+cdef void take_own(room *r, job *j, size_t routes, int n_threads) noexcept nogil
+cdef int sort_routes(job *j, const int32_t[:, ::1] ids, const float[:, ::1] weights, size_t experts) except -1

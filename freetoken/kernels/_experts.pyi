@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -25,25 +24,6 @@ class ExpertLayer:
         limit: float = 0.0,
         rounding: str = "none",
     ) -> ExpertLayer: ...
-    @property
-    def n_experts(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    def run(
-        self,
-        x: NDArray[Any],
-        ids: NDArray[np.int32],
-        weights: NDArray[np.float32],
-        out: NDArray[Any],
-        scratch: Scratch,
-        n_threads: int,
-    ) -> None: ...
-
-@final
-class ShardedLayer:
-    def __new__(
-        cls, layers: Sequence[ExpertLayer], teams: Sequence[int], cpus: Sequence[Sequence[int]]
-    ) -> ShardedLayer: ...
     @property
     def n_experts(self) -> int: ...
     @property

@@ -10,14 +10,9 @@ Threads begin with equal shares, and who is done helps who is late (queue.h).
 
 A value is computed by one thread, from start to end, and routes are added in the order of their expert's number:
 the bits do not depend on the number of threads or on which other tokens are in the batch. `ExpertLayer` is the Python
-face.
-
-`sharded_layer` does the same for experts cut into shards, each in a bank of its own: the threads of a shard's node do
-its gate and up and its down, and the outputs of the shards are added in their order after one more barrier. The bits
-depend on how experts are cut, and on nothing else. `ShardedLayer` is the Python face.
+face. `_shards.pyx` has the same for experts cut into shards.
 """
 from cython.parallel cimport parallel, threadid
-from libc.math cimport NAN
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
@@ -25,9 +20,6 @@ from freetoken.kernels._isa cimport FT_BF16, FT_FEW, FT_FP32, FT_INT8, FT_INT15,
 
 cdef extern from "team.h" nogil:
     int ft_team_size()
-    enum:
-        FT_MAX_CPUS
-    void ft_bind_thread(const uint64_t *mask, ptrdiff_t words, uint64_t key)
 
 cdef extern from "values.h" nogil:
     void ft_swish(const float *g, float alpha, float *out)
@@ -35,12 +27,15 @@ cdef extern from "values.h" nogil:
         const float *x, ptrdiff_t n, int steps, int offset, float unit, const uint8_t *order, ptrdiff_t line,
         signed char *out, signed char *low, float *scale, int32_t *correction,
     )
+    float ft_bf16_to_float(uint16_t bits)
+    uint16_t ft_float_to_bf16(float value)
+    void ft_round_fp8(const float *x, ptrdiff_t n, float *out)
+    enum:
+        FT_FP8_GROUP
 
 cdef enum:
     TILE = 16
     INT15_STEPS = 127 * 128     # the largest value of two digits whose high one is at most 127
-    FP8_GROUP = 128     # activations under one scale, as DeepSeek rounds them
-    LINE = 32           # outputs that one thread writes: a line of bf16
     DOWN_TILES = 8      # tiles of down that are read in a row, at most
 
 
@@ -58,59 +53,6 @@ cdef inline int digits_of(const job *j) noexcept nogil:
     return 2 if j.kernel.act == FT_INT15 else 1
 
 
-cdef inline float bf16_to_float(uint16_t bits) noexcept nogil:
-    cdef unsigned int wide = (<unsigned int> bits) << 16
-    cdef float value
-    memcpy(&value, &wide, 4)
-    return value
-
-
-cdef inline uint16_t float_to_bf16(float value) noexcept nogil:
-    # Round to nearest even; NaN stays NaN.
-    cdef unsigned int bits
-    memcpy(&bits, &value, 4)
-    if value != value:
-        return 0x7fc0
-    return <uint16_t> ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)
-
-
-cdef void round_fp8_group(const float *x, ptrdiff_t n, float *out) noexcept nogil:
-    """n <= 128 values to the nearest e4m3 times the least power of two that needs no clamping; out may be x.
-
-    DeepSeek's act_quant with scale_fmt ue8m0, its floor of 1e-4 under the largest magnitude included: the scale is
-    2**-22 or more, so no result is subnormal. A NaN or an infinity (magnitudes are compared as integers, where these
-    are the largest) makes the whole group NaN.
-    """
-    cdef uint32_t bits, top = 0x38d1b717    # 1e-4
-    cdef float scale, inverse, value, shift
-    cdef ptrdiff_t k
-    for k in range(n):
-        memcpy(&bits, &x[k], sizeof(float))
-        top = max(top, bits & 0x7fffffff)
-    # 448 is 1.75 * 2**8: a larger fraction needs the next power of two
-    bits = (((top + 0x1fffff) >> 23) - 8) << 23
-    memcpy(&scale, &bits, sizeof(float))
-    bits = (254 << 23) - bits
-    memcpy(&inverse, &bits, sizeof(float))
-    if top >= 0x7f800000:
-        scale = NAN
-    for k in range(n):
-        value = x[k] * inverse
-        memcpy(&bits, &value, sizeof(float))
-        # A step is an eighth of the power of two below the value, 2**-9 at least. Added to 1.5 * 2**23 steps, the value
-        # is rounded to one.
-        bits = (max(bits & 0x7f800000, <uint32_t> 121 << 23) + (20 << 23)) | 0x400000
-        memcpy(&shift, &bits, sizeof(float))
-        out[k] = ((value + shift) - shift) * scale
-
-
-cdef void round_fp8(const float *x, ptrdiff_t n, float *out) noexcept nogil:
-    cdef ptrdiff_t k = 0
-    while k < n:
-        round_fp8_group(x + k, min(<ptrdiff_t> FP8_GROUP, n - k), out + k)
-        k += FP8_GROUP
-
-
 cdef void prepare_fp32(const job *j, const float *x, ptrdiff_t n, float *out) noexcept nogil:
     cdef ptrdiff_t k, i
     cdef const uint8_t *order = j.kernel.order
@@ -122,7 +64,7 @@ cdef void prepare_fp32(const job *j, const float *x, ptrdiff_t n, float *out) no
     while k < n:
         for i in range(j.line):
             out[k + (i if order == NULL else order[i])] = (
-                bf16_to_float(float_to_bf16(x[k + i])) if to_bf16 else x[k + i]
+                ft_bf16_to_float(ft_float_to_bf16(x[k + i])) if to_bf16 else x[k + i]
             )
         k += j.line
 
@@ -131,12 +73,12 @@ cdef void prepare_bf16(const job *j, const float *x, ptrdiff_t n, uint16_t *out)
     cdef ptrdiff_t k, i
     if j.kernel.order == NULL:
         for k in range(n):
-            out[k] = float_to_bf16(x[k])
+            out[k] = ft_float_to_bf16(x[k])
     else:
         k = 0
         while k < n:
             for i in range(j.line):
-                out[k + j.kernel.order[i]] = float_to_bf16(x[k + i])
+                out[k + j.kernel.order[i]] = ft_float_to_bf16(x[k + i])
             k += j.line
 
 
@@ -191,12 +133,12 @@ cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil
         if j.x_bf16:
             x16 = (<const uint16_t *> j.x) + token * width + first
             for k in range(n):
-                row[k] = bf16_to_float(x16[k])
+                row[k] = ft_bf16_to_float(x16[k])
             x = row
         else:
             x = (<const float *> j.x) + token * width + first
         if j.rounding == ROUND_FP8:
-            round_fp8(x, n, row)
+            ft_round_fp8(x, n, row)
             x = row
         prepare(j, x, first, n, width, j.prepared + token * j.gate_up.vector_bytes)
         at += units_of(j, n)
@@ -298,7 +240,7 @@ cdef void gate_up_chunk(
                 activate(j, gate + i * TILE, up + i * TILE, h + i * size + (t - first) * TILE)
         for i in range(few):
             if j.rounding == ROUND_FP8:
-                round_fp8(h + i * size, n, h + i * size)
+                ft_round_fp8(h + i * size, n, h + i * size)
             prepare(j, h + i * size, first * TILE, n, width, j.hidden + (route + i) * j.down.vector_bytes)
         route += few
 
@@ -394,7 +336,7 @@ cdef void down_run(const job *j, ptrdiff_t first, ptrdiff_t last, float *sums) n
         total = sums + token * n
         if j.y_bf16:
             for i in range(min(n, m.rows - start)):
-                (<uint16_t *> j.y)[token * m.rows + start + i] = float_to_bf16(total[i])
+                (<uint16_t *> j.y)[token * m.rows + start + i] = ft_float_to_bf16(total[i])
         else:
             memcpy((<float *> j.y) + token * m.rows + start, total, min(n, m.rows - start) * sizeof(float))
 
@@ -419,50 +361,8 @@ cdef void layer(job *j, int thread, int n_threads) noexcept nogil:
     down(j, thread, n_threads)
 
 
-cdef void add_shards(const sharded_job *s, int thread, int n_threads) noexcept nogil:
-    """Each thread takes lines of the output, for all shards in their order; rounds once."""
-    cdef ptrdiff_t size = s.jobs[0].tokens * s.jobs[0].down.rows
-    cdef ptrdiff_t lines = (size + LINE - 1) // LINE, i, k
-    cdef ptrdiff_t stop = min(size, lines * (thread + 1) // n_threads * LINE)
-    cdef float total
-    for i in range(lines * thread // n_threads * LINE, stop):
-        total = (<const float *> s.jobs[0].y)[i]
-        for k in range(1, s.shards):
-            total += (<const float *> s.jobs[k].y)[i]
-        if s.y_bf16:
-            (<uint16_t *> s.y)[i] = float_to_bf16(total)
-        else:
-            (<float *> s.y)[i] = total
-
-
-cdef void sharded_layer(sharded_job *s, int thread, int n_threads) noexcept nogil:
-    cdef bint planned = n_threads == s.threads
-    cdef ptrdiff_t k, first = 0, last = s.shards
-    cdef int rank = thread, size = n_threads
-    if planned:
-        # thread 0 is the caller's own, and not ours to keep anywhere
-        if thread and s.keys[thread]:
-            ft_bind_thread(s.masks + thread * s.mask_words, s.mask_words, s.keys[thread])
-        first = s.shard[thread]
-        last, rank, size = first + 1, s.rank[thread], s.size[first]
-    for k in range(first, last):
-        share_out(&s.jobs[k], rank, size)
-    prepare_tokens(&s.jobs[0], thread, n_threads)
-    ft_barrier_wait(&s.barrier, n_threads)
-    for k in range(first, last):
-        gate_up(&s.jobs[k], rank, size)
-    ft_barrier_wait(&s.barrier, n_threads)
-    for k in range(first, last):
-        down(&s.jobs[k], rank, size)
-    ft_barrier_wait(&s.barrier, n_threads)
-    add_shards(s, thread, n_threads)
-
-
 cdef class Scratch:
     """Working memory of one executor, grown as needed, used by one layer at a time."""
-
-    cdef uint8_t *data
-    cdef size_t size
 
     def __cinit__(self):
         self.data = NULL
@@ -489,9 +389,6 @@ cdef class Scratch:
         return self.size
 
 
-cdef enum:
-    WORD_BITS = 64      # of a word of a mask of CPUs; the kernel's words are these or their halves
-
 cdef dict GATED = {"silu": SILU, "silu_limited": SILU_LIMITED, "swiglu_clamped": SWIGLU_CLAMPED}
 cdef dict ROUNDINGS = {"none": ROUND_NONE, "bf16": ROUND_BF16, "fp8": ROUND_FP8}
 
@@ -509,11 +406,6 @@ cdef class ExpertLayer:
     rounding: of activations before both products: "none", "bf16" (what a bf16 tile function does by itself) or "fp8"
     (`reference.round_fp8`); an int8 or int15 tile function rounds in its own way and takes "none" only.
     """
-
-    cdef job template
-    cdef object owner
-    cdef readonly Py_ssize_t n_experts
-    cdef readonly Py_ssize_t hidden
 
     def __cinit__(
         self, const uint8_t[:, ::1] bank, object layout, TileKernel kernel not None, str activation="silu",
@@ -538,7 +430,7 @@ cdef class ExpertLayer:
         j.record_bytes = bank.shape[1]
         j.block = layout.format.block
         j.line = layout.format.line_k
-        j.unit = max(j.block, <ptrdiff_t> FP8_GROUP) if rounding == "fp8" else j.block
+        j.unit = max(j.block, <ptrdiff_t> FT_FP8_GROUP) if rounding == "fp8" else j.block
         j.kernel = kernel.entry
         j.rounding = ROUNDINGS[rounding]
         j.activation = GATED[activation]
@@ -585,117 +477,6 @@ cdef class ExpertLayer:
             layer(shared, threadid(), ft_team_size())
 
 
-cdef class ShardedLayer:
-    """The experts of one layer, cut into shards.
-
-    layers: an `ExpertLayer` for each shard, of the same experts, hidden size and tile function. teams: for each thread
-    the shard that it serves; every shard has a thread. cpus: for each thread the CPUs that it stays on from its first
-    layer on, of those that it may run on; none to leave it alone. Thread 0 is the caller and always left alone. A team
-    of another size serves all shards together, with the same result, and stays where it is.
-    """
-
-    cdef tuple layers
-    cdef sharded_job template
-    cdef int *numbers           # shard, rank and size
-    cdef uint64_t *masks
-    cdef uint64_t *keys
-    cdef readonly Py_ssize_t n_experts
-    cdef readonly Py_ssize_t hidden
-
-    def __cinit__(self, layers, teams, cpus):
-        cdef sharded_job *s = &self.template
-        cdef ptrdiff_t t, threads = len(teams), shards = len(layers), words
-        cdef ExpertLayer one, first
-        memset(s, 0, sizeof(sharded_job))
-        self.numbers = NULL
-        self.masks = NULL
-        self.keys = NULL
-        if not shards or sorted(set(teams)) != list(range(shards)) or len(cpus) != threads:
-            raise ValueError(f"{shards} shards, teams {teams}, CPUs of {len(cpus)} threads: expected a thread for each")
-        self.layers = tuple(layers)
-        first = self.layers[0]
-        for one in self.layers:
-            if (
-                one.n_experts != first.n_experts or one.hidden != first.hidden
-                or one.template.kernel.tile != first.template.kernel.tile
-                or one.template.rounding != first.template.rounding
-            ):
-                raise ValueError("shards differ in experts, hidden size, tile function or rounding")
-        self.n_experts = first.n_experts
-        self.hidden = first.hidden
-        top = max([cpu for mask in cpus for cpu in mask], default=0)
-        if top >= FT_MAX_CPUS:
-            raise ValueError(f"CPU {top} is not below {FT_MAX_CPUS}")
-        words = top // WORD_BITS + 1
-        self.numbers = <int *> calloc(2 * threads + shards, sizeof(int))
-        self.masks = <uint64_t *> calloc(threads * words, sizeof(uint64_t))
-        self.keys = <uint64_t *> calloc(threads, sizeof(uint64_t))
-        if self.numbers == NULL or self.masks == NULL or self.keys == NULL:
-            raise MemoryError(f"the plan of {threads} threads")
-        s.shards = shards
-        s.threads = <int> threads
-        s.shard, s.rank, s.size = self.numbers, self.numbers + threads, self.numbers + 2 * threads
-        s.masks, s.mask_words, s.keys = self.masks, words, self.keys
-        for t in range(threads):
-            self.numbers[t] = teams[t]
-            self.numbers[threads + t] = self.numbers[2 * threads + <int> teams[t]]
-            self.numbers[2 * threads + <int> teams[t]] += 1
-            for cpu in cpus[t]:
-                self.masks[t * words + <int> cpu // WORD_BITS] |= (<uint64_t> 1) << (<int> cpu % WORD_BITS)
-            self.keys[t] = hash_mask(self.masks + t * words, words) if cpus[t] else 0
-
-    def __dealloc__(self):
-        free(self.numbers)
-        free(self.masks)
-        free(self.keys)
-
-    def run(
-        self, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, Scratch scratch not None, int n_threads,
-    ):
-        """See `ExpertLayer.run`."""
-        cdef sharded_job s = self.template
-        cdef sharded_job *shared = &s
-        cdef job *jobs = <job *> calloc(s.shards, sizeof(job))
-        cdef room r
-        cdef ExpertLayer one
-        cdef ptrdiff_t k, routes = ids.shape[0] * ids.shape[1]
-        if jobs == NULL:
-            raise MemoryError(f"jobs of {s.shards} shards")
-        try:
-            one = self.layers[0]
-            jobs[0] = one.template
-            if not set_input(jobs, self.hidden, x, ids, weights, out, n_threads):
-                return
-            s.y, s.y_bf16, s.jobs = jobs[0].y, jobs[0].y_bf16, jobs
-            memset(&r, 0, sizeof(room))
-            while take_all(&r, scratch):
-                take_common(&r, jobs, routes, self.n_experts)
-                for k in range(s.shards):
-                    if k:
-                        one = self.layers[k]
-                        jobs[k] = one.template
-                        share_input(&jobs[k], jobs)
-                    take_own(&r, &jobs[k], routes, n_threads)
-                    jobs[k].y = take(&r, jobs[k].tokens * self.hidden * sizeof(float))
-                    jobs[k].y_bf16 = False
-            sort_routes(jobs, ids, weights, self.n_experts)
-            for k in range(1, s.shards):
-                jobs[k].routes, jobs[k].groups = jobs[0].routes, jobs[0].groups
-            with nogil, parallel(num_threads=n_threads):
-                sharded_layer(shared, threadid(), ft_team_size())
-        finally:
-            free(jobs)
-
-
-cdef uint64_t hash_mask(const uint64_t *words, ptrdiff_t n) noexcept nogil:
-    """FNV-1a of the words, never 0."""
-    cdef uint64_t key = 0xcbf29ce484222325ULL
-    cdef ptrdiff_t i
-    for i in range(n):
-        key = (key ^ words[i]) * 0x100000001b3ULL
-    return key | 1
-
-
 cdef bint set_input(
     job *j, Py_ssize_t hidden, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, int n_threads
 ) except -1:
@@ -726,20 +507,6 @@ cdef bint set_input(
         j.y = &y32[0, 0]
     j.tokens = tokens
     return True
-
-
-cdef void share_input(job *j, const job *first) noexcept nogil:
-    """The input, routes and prepared vectors of another shard; they are the same for all."""
-    j.x, j.x_bf16, j.tokens = first.x, first.x_bf16, first.tokens
-    j.prepared = first.prepared
-    j.expert, j.start, j.token, j.weight = first.expert, first.start, first.token, first.weight
-
-
-cdef struct room:
-    # Scratch that is being cut into buffers: measured first (base NULL), then handed out.
-    uint8_t *base
-    size_t used
-    int passes
 
 
 cdef bint take_all(room *r, Scratch scratch) except -1:

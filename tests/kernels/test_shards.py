@@ -17,8 +17,9 @@ from freetoken.formats import Format
 from freetoken.formats.codes import bf16_to_fp32, fp32_to_bf16
 from freetoken.formats.record import RecordLayout, shard_bounds
 from freetoken.kernels import reference
-from freetoken.kernels._experts import ExpertLayer, Scratch, ShardedLayer
+from freetoken.kernels._experts import ExpertLayer, Scratch
 from freetoken.kernels._isa import TileKernel
+from freetoken.kernels._shards import ShardedLayer
 from tests.support.experts import (
     GPT_OSS,
     check_close,

@@ -18,7 +18,8 @@ import pytest
 from freetoken import formats, topology
 from freetoken.banks import LayerBank, ShardedBank, make_bank
 from freetoken.formats.record import RecordLayout
-from freetoken.kernels._experts import ExpertLayer, Scratch, ShardedLayer
+from freetoken.kernels._experts import ExpertLayer, Scratch
+from freetoken.kernels._shards import ShardedLayer
 from freetoken.memory import _mempolicy
 from freetoken.memory.mapping import map_bytes, reserved_pages
 from freetoken.memory.placement import Achieved, Placement, Placer, choose, locate, measure

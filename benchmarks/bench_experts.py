@@ -5,12 +5,16 @@ FREETOKEN_CPU_ISA and FREETOKEN_CPU_ACT choose other tile functions; FREETOKEN_B
 FREETOKEN_BENCH_THREADS the number of threads.
 """
 
+import itertools
 import os
 import statistics
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from interleave import compare
 from layers import Layers, Shape, roof
 
 from freetoken import formats, topology
@@ -73,6 +77,64 @@ def bench_batch(benchmark: Any, name: str) -> None:
     benchmark.extra_info.update(cost={str(tokens): cost for tokens, cost in costs.items()})
     text = ", ".join(f"{tokens}: {cost:.2f}" for tokens, cost in costs.items())
     print(f"\n{name:<9} {median[1] * 1e6:7.1f} us for one token; times for more: {text}")
+
+
+@pytest.mark.parametrize("name", formats.names())
+def bench_many(benchmark: Any, name: str) -> None:
+    """64 tokens through the same eight experts, against torch's bf16 products alone, with weights decoded before."""
+    shape, tokens = SHAPES["qwen3-30b"], 64
+    layers = Layers(shape, formats.get(name), THREADS, 1 << 30)
+    x, weights = layers.inputs(tokens)
+    experts = [
+        (torch.randn(2 * shape.width, shape.hidden).bfloat16(), torch.randn(shape.hidden, shape.width).bfloat16())
+        for _ in range(8 * shape.top_k)
+    ]
+    given, hidden = (torch.randn(tokens, n).bfloat16() for n in (shape.hidden, shape.width))
+    turn = itertools.cycle(experts)
+
+    def products() -> None:
+        for gate_up, down in itertools.islice(turn, shape.top_k):
+            torch.mm(given, gate_up.T)
+            torch.mm(hidden, down.T)
+
+    torch.set_num_threads(THREADS)
+    sides = {"freetoken": lambda: layers.run([layers.routes(tokens, together=True)], x, weights), "torch": products}
+    found = benchmark.pedantic(lambda: compare(sides, 3 * ROUNDS), rounds=1)
+    ratio = found.ratio("freetoken", "torch")
+    benchmark.extra_info.update(ratio=ratio)
+    print(f"\n{name:<9} {tokens} tokens: {found.median('freetoken') * 1e3:.2f} ms, {ratio:.2f} of torch's bf16 rate")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "bf16"])
+def bench_alternation(benchmark: Any, name: str) -> None:
+    """A token through attention's products and experts in turn, against either alone: what changing over costs."""
+    shape = SHAPES["qwen3-30b"]
+    layers = Layers(shape, formats.get(name), THREADS, 1 << 30)
+    dense = [[torch.randn(n, k).bfloat16() for n, k in ((5120, 2048), (2048, 4096))] for _ in range(16)]
+    x, wide = torch.randn(1, shape.hidden).bfloat16(), torch.randn(1, 4096).bfloat16()
+    weights = torch.full((1, shape.top_k), 1 / shape.top_k)
+    ids = [torch.from_numpy(layers.routes(1)) for _ in range(256)]
+    turn = itertools.cycle(ids)
+    torch.set_num_threads(THREADS)
+
+    def run(attention: bool, experts: bool) -> None:
+        for number, (first, last) in enumerate(dense * 4):
+            if attention:
+                torch.nn.functional.linear(torch.nn.functional.linear(x, first)[:, :4096] + wide, last)
+            if experts:
+                layers.bound[number % len(layers.bound)].run(x, next(turn), weights)
+
+    sides = {
+        "attention": partial(run, True, False),
+        "experts": partial(run, False, True),
+        "both": partial(run, True, True),
+    }
+    found = benchmark.pedantic(lambda: compare(sides, 2 * ROUNDS), rounds=1)
+    alone = found.median("attention") + found.median("experts")
+    loss = found.median("both") / alone - 1
+    benchmark.extra_info.update(loss=loss)
+    times = ", ".join(f"{side} {found.median(side) / len(dense) / 4 * 1e6:.0f}" for side in sides)
+    print(f"\n{name:<9} us a layer: {times}; alternating costs {loss:+.1%}")
 
 
 def bench_fixed_cost(benchmark: Any) -> None:

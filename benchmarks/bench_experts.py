@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from interleave import compare
-from layers import Layers, Shape, roof
+from layers import Layers, Shape, bare_loop, roof
 
 from freetoken import formats, topology
 
@@ -34,27 +34,29 @@ THREADS = int(os.environ.get("FREETOKEN_BENCH_THREADS", len(topology.read().work
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", formats.names())
 def bench_layer(benchmark: Any, name: str, shape: str) -> None:
-    """A token at a time."""
+    """A token at a time; also as a share of the tile function's bare loop over the same memory in the same round."""
     layers = Layers(SHAPES[shape], formats.get(name), THREADS, int(GIB * 2**30))
     x, weights = layers.inputs(1)
     steps = max(8, (1 << 30) // layers.token_bytes)
-    rates, roofs, shares = [], [], []
+    rates, roofs, shares, bare = [], [], [], []
 
     def run() -> None:
         before = roof(layers.memory, THREADS)
         for _ in range(ROUNDS):
             ids = [layers.routes(1) for _ in range(steps)]
             rates.append(steps * layers.token_bytes / layers.run(ids, x, weights))
+            bare.append(rates[-1] / bare_loop(layers))
             after = roof(layers.memory, THREADS)
             roofs.append((before + after) / 2)
             shares.append(rates[-1] / roofs[-1])
             before = after
 
     benchmark.pedantic(run, rounds=1)
-    rate, top, share = (statistics.median(values) for values in (rates, roofs, shares))
+    rate, top, share, of_bare = (statistics.median(values) for values in (rates, roofs, shares, bare))
     tile = layers.bound[0].choice.kernel
-    benchmark.extra_info.update(gb_per_s=rate / 1e9, roof_gb_per_s=top / 1e9, share=share, tile=str(tile))
-    print(f"\n{name:<9} {SHAPES[shape]!s:<24} {rate / 1e9:6.1f} of {top / 1e9:6.1f} GB/s = {share:.2f}; {tile!r}")
+    benchmark.extra_info.update(gb_per_s=rate / 1e9, roof_gb_per_s=top / 1e9, share=share, bare=of_bare, tile=str(tile))
+    text = f"{rate / 1e9:6.1f} of {top / 1e9:6.1f} GB/s = {share:.2f}, {of_bare:.2f} of the bare loop"
+    print(f"\n{name:<9} {SHAPES[shape]!s:<24} {text}; {tile!r}")
 
 
 @pytest.mark.parametrize("name", formats.names())

@@ -125,3 +125,20 @@ def roof(memory: Sequence[NDArray[np.uint8]], threads: int, nbytes: int = 1 << 3
                 break
         best = max(best, (nbytes - left) / seconds)
     return best
+
+
+def bare_loop(layers: Layers, nbytes: int = 1 << 30) -> float:
+    """Bytes per second of nothing but a layer's tile function, over the first products' tiles of some experts."""
+    layout, fmt, kernel = layers.layout, layers.layout.format, layers.bound[0].choice.kernel
+    vector, section = np.zeros(4 * layout.hidden, np.uint8), layout.sections["gate_up"]
+    done, seconds = 0, 0.0
+    for layer in layers.bound:
+        (shard,) = layer.bank.shards
+        records = shard.records[: max(1, (nbytes - done) // section[1])]
+        start = time.perf_counter()
+        _read.multiply(records, section, fmt, layout.hidden, kernel, vector, layers.threads)
+        seconds += time.perf_counter() - start
+        done += len(records) * section[1]
+        if done >= nbytes:
+            break
+    return done / seconds

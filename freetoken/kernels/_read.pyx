@@ -1,6 +1,8 @@
-"""Plain reads of memory by a team of threads: what a machine's memory gives, for benchmarks and plans."""
+"""Memory read by a team of threads, plainly or by a tile function: what a machine gives, for benchmarks and plans."""
 from cython.parallel cimport prange
 from libc.stdint cimport uint8_t, uint64_t
+
+from freetoken.kernels._isa cimport TileKernel, ft_tile
 
 cdef extern from "read.h" nogil:
     enum:
@@ -39,4 +41,50 @@ def read(const uint8_t[::1] memory, str way, int n_threads):
     cdef uint64_t total = 0
     for i in prange((size + PIECE - 1) // PIECE, nogil=True, num_threads=n_threads, schedule="dynamic"):
         total += best(p + i * PIECE, min(<ptrdiff_t> PIECE, size - i * PIECE), number)
+    return total
+
+
+def multiply(
+    const uint8_t[:, ::1] records, offset_and_size, fmt, ptrdiff_t k, TileKernel kernel not None,
+    const uint8_t[::1] vector, int n_threads,
+):
+    """Multiply all tiles of a section of every record with one vector: a tile function's bare loop.
+
+    records: (E, record_bytes) uint8. offset_and_size: of a section, of whole tiles of k weights of a row in `fmt`. vector:
+    as `kernel` wants it (isa.h), at least 4 k bytes. Threads take pieces as `read`. Returns the sum of all results.
+    """
+    cdef ptrdiff_t offset, size, tile_bytes = fmt.tile_bytes(k)
+    offset, size = offset_and_size
+    if fmt.kernels != kernel.format:
+        raise ValueError(f"{kernel!r} cannot read tiles of {fmt.name}")
+    if offset < 0 or size <= 0 or size % tile_bytes or offset + size > records.shape[1]:
+        raise ValueError(
+            f"[{offset}, {offset + size}) of {records.shape[1]} bytes, expected whole tiles of {tile_bytes}"
+        )
+    if vector.shape[0] < 4 * k or n_threads < 1:
+        raise ValueError(f"a vector of {vector.shape[0]} bytes, {n_threads} threads: expected {4 * k} and at least 1")
+    cdef ptrdiff_t tiles = size // tile_bytes, at_once = max(<ptrdiff_t> 1, <ptrdiff_t> PIECE // tile_bytes)
+    cdef ptrdiff_t pieces = (tiles + at_once - 1) // at_once, i
+    cdef const uint8_t *first = &records[0, 0] + offset
+    cdef ptrdiff_t record_bytes = records.shape[1]
+    cdef double total = 0
+    for i in prange(records.shape[0] * pieces, nogil=True, num_threads=n_threads, schedule="dynamic"):
+        total += multiply_tiles(
+            kernel.entry.tile, first + i // pieces * record_bytes + i % pieces * at_once * tile_bytes, tile_bytes,
+            min(at_once, tiles - i % pieces * at_once), k, &vector[0],
+        )
+    return total
+
+
+cdef double multiply_tiles(
+    ft_tile tile, const uint8_t *w, ptrdiff_t tile_bytes, ptrdiff_t n, ptrdiff_t k, const void *x
+) noexcept nogil:
+    cdef float y[16]
+    cdef double total = 0
+    cdef ptrdiff_t t
+    cdef int i
+    for t in range(n):
+        tile(w + t * tile_bytes, k, x, y)
+        for i in range(16):
+            total += y[i]
     return total

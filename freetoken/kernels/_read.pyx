@@ -50,8 +50,8 @@ def multiply(
 ):
     """Multiply all tiles of a section of every record with one vector: a tile function's bare loop.
 
-    records: (E, record_bytes) uint8. offset_and_size: of a section, of whole tiles of k weights of a row in `fmt`. vector:
-    as `kernel` wants it (isa.h), at least 4 k bytes. Threads take pieces as `read`. Returns the sum of all results.
+    records: (E, record_bytes) uint8. offset_and_size: of a section of whole tiles in `fmt`, k weights wide. vector: as
+    `kernel` wants it (isa.h), at least 4 k bytes. Threads take pieces as in `read`. Returns the sum of all results.
     """
     cdef ptrdiff_t offset, size, tile_bytes = fmt.tile_bytes(k)
     offset, size = offset_and_size

@@ -8,6 +8,7 @@ side that is not installed, has no kernel for a format, dies or is silent is nam
 """
 
 import argparse
+import math
 import signal
 import statistics
 import sys
@@ -24,7 +25,7 @@ from layers import Shape, roof
 from sides import PROGRAMS, Side, SideError, choose_pythons
 
 from freetoken import formats, topology
-from freetoken.errors import CapacityError
+from freetoken.errors import CapacityError, FormatError
 from freetoken.memory.budget import Need, require
 from freetoken.memory.mapping import map_bytes
 from freetoken.units import format_bytes
@@ -228,14 +229,20 @@ def parse(arguments: list[str] | None) -> tuple[Race, list[str]]:
         pythons = choose_pythons(given.python)
     except ValueError as error:
         parser.error(f"--python {error}")
-    if min(*given.shape, given.gib, given.threads, given.rounds, given.seconds, given.limit) <= 0:
-        parser.error("every number must be above 0")
+    numbers = (*given.shape, given.gib, given.threads, given.rounds, given.seconds, given.limit)
+    if not all(0 < n < math.inf for n in numbers):
+        parser.error("every number must be above 0, and finite")
     if given.shape[3] > given.shape[2]:
         parser.error(f"a token cannot have {given.shape[3]} of {given.shape[2]} experts")
     race = Race(
-        Shape(*given.shape), int(given.gib * 2**30), given.threads, given.rounds, given.seconds, given.limit,
+        Shape(*given.shape), math.ceil(given.gib * 2**30), given.threads, given.rounds, given.seconds, given.limit,
         tuple(given.sides), pythons,
     )  # fmt: skip
+    try:
+        for name in given.formats:
+            race.layers(name)
+    except FormatError as error:
+        parser.error(f"--shape: {error}")
     return race, given.formats
 
 
@@ -252,6 +259,8 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     print(report(race, results))
+    if not any(result.lanes for result in results.values()):
+        sys.exit("no side could race")
 
 
 if __name__ == "__main__":

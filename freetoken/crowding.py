@@ -1,4 +1,4 @@
-"""Notices that other programs take this process's cores away, and says so once.
+"""Notices that something takes cores away from a computation, and says so once.
 
 Threads that share a layer wait for each other, so one busy foreign thread slows all of them. What tells is how often
 the system takes a core from a thread that wants to go on: `LIMIT`.
@@ -63,7 +63,8 @@ class CrowdWatch:
         if self._crowded == IN_A_ROW:
             self._done = True
             logger.warning(
-                "other programs take cores from expert threads (%.0f times a second), which all wait for the slowest: "
-                "stop them, keep this process on other cores (taskset), or start it with GOMP_SPINCOUNT=1000",
+                "something takes cores from this process's threads (%.0f times a second), and experts wait for the "
+                "slowest: stop other programs or threads, keep this process on other cores (taskset), or start it with "
+                "GOMP_SPINCOUNT=1000",
                 rate,
             )

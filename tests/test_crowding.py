@@ -43,6 +43,14 @@ def test_crowded_cores_are_told_once(machine: Machine, caplog: pytest.LogCapture
     assert f"{2 * LIMIT * workers:.0f} times a second" in record.getMessage()
 
 
+def test_it_is_not_told_again(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    watch = machine.watch(1)
+    for _ in range(3):
+        machine.run(watch, 2 * IN_A_ROW * INTERVAL, 2 * LIMIT)
+        machine.run(watch, 5 * INTERVAL, 0)
+    assert len(caplog.records) == 1
+
+
 def test_a_quiet_machine_is_not_told(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     watch = machine.watch(2)
     for _ in range(5):

@@ -19,6 +19,7 @@ import torch
 
 from freetoken import executor, formats, settings
 from freetoken.banks import Bank, ShardedBank
+from freetoken.crowding import CrowdWatch
 from freetoken.errors import ConfigError, FreeTokenError, UnsupportedError
 from freetoken.executor import Activation, BoundLayer, Executor, KernelChoice, check_kernel, kernel_choices
 from freetoken.formats import Format
@@ -251,6 +252,23 @@ def test_many_tokens_are_as_right_as_one(fmt: Format) -> None:
     for n in (0, 511, 512, 513, 1023, 1024, 1299):
         one = layer.run(x[n : n + 1], ids[n : n + 1], weights[n : n + 1])
         torch.testing.assert_close(out[n : n + 1], one, rtol=1e-5, atol=1e-5)
+
+
+def test_every_call_looks_whether_cores_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    made: list[int] = []
+    real = CrowdWatch.__init__
+
+    def make(watch: CrowdWatch, workers: int) -> None:
+        made.append(workers)
+        real(watch, workers)
+
+    monkeypatch.setattr(CrowdWatch, "__init__", make)
+    monkeypatch.setattr(CrowdWatch, "look", lambda watch: looked.append(1))
+    layer = bind(formats.get("bf16"), threads=3)
+    for _ in range(2):
+        layer.run(*make_input(1))
+    assert (made, len(looked)) == ([3], 2)
 
 
 @EVERY_FORMAT

@@ -47,10 +47,11 @@ def run_jobs(run: Callable[[Job], object], jobs: Iterable[Job], threads: int) ->
             if worker.ident is not None:  # it was started
                 done.wait()  # Python 3.11 takes a thread whose join was interrupted for one that has ended
                 worker.join()
-        todo.clear()  # an error's traceback holds the frame of `work`, and so what that can see
-    if errors:
-        first = errors[0]
-        errors.clear()
+        # An error's traceback holds the frame of `work`, and so what that can see.
+        todo.clear()
+        found, errors[:] = errors[:1], []
+    if found:
+        first = found.pop()
         try:
             raise first
         finally:

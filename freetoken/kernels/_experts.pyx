@@ -536,8 +536,7 @@ cdef void take_common(room *r, job *j, size_t routes, size_t experts) noexcept n
 cdef void take_own(room *r, job *j, size_t routes, int n_threads) noexcept nogil:
     """What a shard has for itself."""
     cdef size_t row = aligned(max(j.gate_up.k, FT_FEW * max(j.unit, <ptrdiff_t> TILE)) * sizeof(float))
-    # a padded last tile writes its chunk whole
-    j.hidden = take(r, routes * j.down.vector_bytes + 64)
+    j.hidden = take(r, routes * j.down.vector_bytes)
     j.sums_stride = j.tokens * tiles_of_run(j, 1) * TILE  # the most that any team takes
     j.sums = <float *> take(r, n_threads * j.sums_stride * sizeof(float))
     j.rows = <float *> take(r, n_threads * row)

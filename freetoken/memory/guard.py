@@ -64,7 +64,11 @@ class Guard:
 
     def __enter__(self) -> Guard:
         self.sample()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # interrupted, it may have started
+            self._stop.set()
+            raise
         return self
 
     def __exit__(

@@ -155,7 +155,10 @@ def test_what_does_not_fit_is_refused_before_it_starts(scripted: type[Scripted])
         (["--python", "torch"], "'torch' is no NAME=PATH"),
         (["--python", "numpy=/bin/true"], "'numpy=/bin/true' is no NAME=PATH with a NAME of freetoken, torch"),
         (["--formats", "q3"], "invalid choice: 'q3'"),
-        (["--rounds", "0"], "every number must be above 0"),
+        (["--rounds", "0"], "every number must be above 0, and finite"),
+        (["--gib", "nan"], "every number must be above 0, and finite"),
+        (["--seconds", "inf"], "every number must be above 0, and finite"),
+        (["--formats", "nvfp4", "--shape", "10", "10", "8", "2"], "--shape: nvfp4: the hidden size is 10"),
         (["--shape", "64", "32", "4", "8"], "a token cannot have 8 of 4 experts"),
     ],
 )

@@ -592,7 +592,7 @@ def guard_params() -> list[ParameterSet]:
     found = []
     for param in way_params():
         fmt, kernel, rounding = param.values
-        for shape in ((fmt.block, fmt.block), (10, 18), (6, 88), (4, 88), small(fmt, rounding)):
+        for shape in ((fmt.block, fmt.block), (10, 18), (6, 88), (4, 88), (2880, 32), small(fmt, rounding)):
             if not any(width % fmt.width_step for width in shape):
                 name = f"{param.id}-{shape[0]}x{shape[1]}"
                 found.append(pytest.param(fmt, kernel, rounding, shape, id=name, marks=param.marks))

@@ -137,6 +137,24 @@ def test_a_thread_samples_and_goes(tmp_path: Path) -> None:
     assert threading.enumerate() == before
 
 
+def test_an_interruption_while_the_thread_starts_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeSystem(tmp_path).add_meminfo(1 << 20)
+    watch = Guard(64 * MIB, 60, root=tmp_path)
+    started, real = [], threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt), watch:
+        pass
+    (ours,) = started
+    ours.join(60)
+    assert not ours.is_alive()
+
+
 def test_this_machine_is_healthy() -> None:
     with guard.from_settings() as watch:
         watch.check()

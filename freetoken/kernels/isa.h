@@ -1,4 +1,4 @@
-/* Instruction set levels, activation kinds and the type of a tile function. No arithmetic here.
+/* Instruction set levels, activation kinds and the type of a tile function.
  *
  * A tile function multiplies one tile (16 rows of k weights, laid out as formats/base.py says; k is a width that
  * the format holds) with one prepared activation vector and writes 16 sums in fp32, without the matrix's
@@ -36,7 +36,7 @@ enum { FT_FP32, FT_BF16, FT_INT8, FT_INT15 };
 
 typedef void (*ft_tile)(const uint8_t *w, ptrdiff_t k, const void *x, float *y);
 
-/* The same with FT_FEW vectors at once, y being FT_FEW x 16: the tile is decoded once. Not a bit differs from ft_tile. */
+/* The same with FT_FEW vectors, y being FT_FEW x 16: the tile is decoded once. Not a bit differs from ft_tile. */
 enum { FT_FEW = 4 };
 typedef void (*ft_tile_few)(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y);
 
@@ -45,7 +45,7 @@ typedef struct {
     int act;
     ft_tile tile;
     const uint8_t *order; /* position of each of a line's activations; NULL is natural */
-    /* Of INT8 and INT15: the function decodes weights to whole numbers, of which `offset` is zero and a step is `unit`. */
+    /* Of INT8 and INT15: weights are decoded to whole numbers, of which `offset` is zero and a step is `unit`. */
     int offset;
     float unit;
     ft_tile_few few;      /* NULL: there is none */
@@ -77,12 +77,16 @@ static inline int ft_best_level(void) {
 #endif
 }
 
-/* Tiles are read once, in order: lines are asked for into the first level cache this many bytes ahead, and into the second
- * that many. Bare loops over 2 GiB, share of the fastest plain read, 4 bits / bf16:
- *   2 Zen 5 cores    4 KiB and no more 0.96 / 0.98 (of 1, 2, 4, 8 KiB), with 8 KiB for the second level 0.89 to 0.91 / 0.97
- *   16 Xeon cores    4 KiB 0.82 / 0.87, with 8 KiB for the second 0.87 / 0.94, 2 KiB with 8 KiB 0.88 / 0.99 (of 0.5 to 2 with
- *                    4 to 32): its first level waits for too few lines at once to cover the way to memory
- * Equal distances are as good as one. A prefetch past the end of a bank is harmless: it cannot fault. */
+/* Tiles are read once, in order. Lines are asked for `ft_near` bytes ahead into the first level cache and `ft_far` bytes
+ * ahead into the second. Bare loops over 2 GiB, share of the fastest plain read, 4 bits / bf16:
+ *
+ *                   4 KiB both   near 4, far 8 KiB    near 1, far 8 KiB    near 2, far 8 KiB
+ *   2 Zen 5 cores   0.96 / 0.98  0.92 to 0.94 / 0.97  0.89 to 0.91 / 0.97
+ *   16 Xeon cores   0.87 / 0.90                       0.88 / 0.96          0.88 / 0.99
+ *
+ * On the Xeons the first level alone, 4 KiB ahead, gave 0.82 / 0.87: it waits for too few lines at once to cover the
+ * way to memory. Tried as well: 1, 2 and 8 KiB for both, 4 to 32 KiB for the second level. A prefetch past the end of a
+ * bank is harmless: it cannot fault. */
 #ifdef FT_X86
 static ptrdiff_t ft_near = 4096, ft_far = 4096;
 

@@ -61,7 +61,8 @@ FT_TARGET_AVX512 static void tile_bf16_fp32_avx512(const uint8_t *w, ptrdiff_t k
     _mm512_storeu_ps(y, _mm512_add_ps(_mm512_add_ps(s0, s1), _mm512_add_ps(s2, s3)));
 }
 
-FT_TARGET_BF16 FT_BODY tiles_bf16_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+FT_TARGET_BF16 FT_BODY tiles_bf16_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y,
+                                            int n) {
     __m512 s[FT_FEW][4];
     for (int t = 0; t < n; t++)
         for (int i = 0; i < 4; i++) s[t][i] = _mm512_setzero_ps();

@@ -83,7 +83,8 @@ FT_TARGET_AVX512 static inline __m512 fp8_block_rows_avx512(__m512 low, __m512 h
     return _mm512_mul_ps(sum, _mm512_set1_ps(256.f));
 }
 
-FT_TARGET_AVX512 FT_BODY tiles_fp8_block_fp32_avx512(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+FT_TARGET_AVX512 FT_BODY tiles_fp8_block_fp32_avx512(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y,
+                                            int n) {
     const __m512i keep = _mm512_set1_epi16((short)0xbf80);
     __m512 sum[FT_FEW];
     ptrdiff_t at = 0;

@@ -157,7 +157,8 @@ FT_TARGET_VNNI static void tile_mxfp4_int8_vnni(const uint8_t *w, ptrdiff_t k, c
     _mm512_storeu_ps(y, sum);
 }
 
-FT_TARGET_VNNI FT_BODY tiles_mxfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+FT_TARGET_VNNI FT_BODY tiles_mxfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y,
+                                            int n) {
     const ptrdiff_t blocks = k / MXFP4_BLOCK;
     __m512 sum[FT_FEW];
     for (int t = 0; t < n; t++) sum[t] = _mm512_setzero_ps();
@@ -171,7 +172,8 @@ FT_TARGET_VNNI FT_BODY tiles_mxfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, con
         for (int line = 0; line < 4; line++)
             ft_nibble_line_vnni15(&ft_e2m1, w + 16 + 64 * line, x, k, b * MXFP4_BLOCK + 8 * line, n, high, low);
         for (int t = 0; t < n; t++) {
-            __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]));
+            const __m512 xscale = _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]);
+            const __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), xscale);
             sum[t] = ft_e8m0_fmadd_avx512(part, w, sum[t]);
         }
     }

@@ -143,7 +143,8 @@ FT_TARGET_VNNI static void tile_nvfp4_int8_vnni(const uint8_t *w, ptrdiff_t k, c
     _mm512_storeu_ps(y, _mm512_mul_ps(sum, _mm512_set1_ps(256.f)));
 }
 
-FT_TARGET_VNNI FT_BODY tiles_nvfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+FT_TARGET_VNNI FT_BODY tiles_nvfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y,
+                                            int n) {
     const ptrdiff_t blocks = k / NVFP4_BLOCK;
     __m512 sum[FT_FEW];
     for (int t = 0; t < n; t++) sum[t] = _mm512_setzero_ps();
@@ -159,7 +160,8 @@ FT_TARGET_VNNI FT_BODY tiles_nvfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, con
             ft_nibble_line_vnni15(&ft_e2m1, w + 16 + 64 * line, x, k, b * NVFP4_BLOCK + 8 * line, n, high, low);
         const __m512 scale = ft_e4m3_avx512(w);
         for (int t = 0; t < n; t++) {
-            __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]));
+            const __m512 xscale = _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]);
+            const __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), xscale);
             sum[t] = _mm512_fmadd_ps(part, scale, sum[t]);
         }
     }

@@ -170,7 +170,8 @@ FT_TARGET_VNNI static void tile_q8_0_int8_vnni(const uint8_t *w, ptrdiff_t k, co
     _mm512_storeu_ps(y, sum);
 }
 
-FT_TARGET_VNNI FT_BODY tiles_q8_0_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+FT_TARGET_VNNI FT_BODY tiles_q8_0_int15_vnni(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y,
+                                            int n) {
     const ptrdiff_t blocks = k / Q8_0_BLOCK;
     const __m512i flip = _mm512_set1_epi8((char)0x80);
     __m512 sum[FT_FEW];
@@ -192,7 +193,8 @@ FT_TARGET_VNNI FT_BODY tiles_q8_0_int15_vnni(const uint8_t *w, ptrdiff_t k, cons
         }
         const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)w));
         for (int t = 0; t < n; t++) {
-            __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]));
+            const __m512 xscale = _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]);
+            const __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), xscale);
             sum[t] = _mm512_fmadd_ps(part, scale, sum[t]);
         }
     }

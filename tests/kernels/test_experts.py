@@ -279,13 +279,13 @@ def test_same_bits_for_any_number_of_threads(fmt: Format, kernel: TileKernel, ro
         np.testing.assert_array_equal(out, alone, err_msg=f"{n_threads} threads")
 
 
-@pytest.mark.parametrize("n_tokens", [1, 8, 9])
+@pytest.mark.parametrize("n_tokens", [1, 9])
 @pytest.mark.parametrize(("fmt", "kernel"), kernel_params())
 def test_same_bits_for_runs_of_output_tiles(fmt: Format, kernel: TileKernel, n_tokens: int) -> None:
     """A wide output is shared out in runs of tiles, whose length depends on threads and tokens."""
     case = make_case(fmt, (2880, 32), True, SILU, n_tokens)
     alone, *others = (
-        run(kernel, case.layout, case.bank, case.x, *case.routes, n_threads=n_threads) for n_threads in (1, 2, 7, 64)
+        run(kernel, case.layout, case.bank, case.x, *case.routes, n_threads=n_threads) for n_threads in (1, 2, 7)
     )
     for out in others:
         np.testing.assert_array_equal(out, alone)

@@ -35,6 +35,7 @@ cdef class TileKernel:
     cdef readonly str format
     cdef readonly str level
     cdef readonly str act
+    cdef readonly bint few
 
 
 cdef list table(const ft_kernel *entries, str format)

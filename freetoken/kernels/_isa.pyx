@@ -14,7 +14,10 @@ def available_levels():
 
 
 cdef class TileKernel:
-    """One tile function: its format, level and activations. Made by the _tile modules only."""
+    """One tile function: its format, level and activations; few: it decodes once for several vectors.
+
+    Made by the _tile modules only.
+    """
 
     def __init__(self):
         raise TypeError("tile kernels are listed by freetoken.kernels._tile_<format>.kernels()")
@@ -33,6 +36,7 @@ cdef list table(const ft_kernel *entries, str format):
         kernel.format = format
         kernel.level = LEVELS[entries.level]
         kernel.act = ACTIVATIONS[entries.act]
+        kernel.few = entries.few != NULL
         found.append(kernel)
         entries += 1
     return found

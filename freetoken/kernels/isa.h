@@ -120,11 +120,4 @@ static inline const int32_t *ft_int8_corrections(const void *x, ptrdiff_t k, ptr
     return (const int32_t *)(ft_int8_scales(x, k) + blocks);
 }
 
-#ifdef FT_X86
-/* 128 * high + low, whole. */
-FT_TARGET_VNNI static inline __m512 ft_digits_avx512(__m512i high, __m512i low) {
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 7), low));
-}
-#endif
-
 #endif

@@ -11,7 +11,7 @@
  */
 #ifndef FREETOKEN_NIBBLE_H
 #define FREETOKEN_NIBBLE_H
-#include "isa.h"
+#include "int15.h"
 
 typedef struct {
     float fp32[16];     /* value of each code */

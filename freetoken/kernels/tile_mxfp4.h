@@ -165,15 +165,11 @@ FT_TARGET_VNNI FT_BODY tiles_mxfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, con
     for (ptrdiff_t b = 0; b < blocks; b++, w += MXFP4_BYTES) {
         for (int p = 0; p < 256; p += 64) FT_PREFETCH(w + p);
         __m512i high[FT_FEW], low[FT_FEW];
-        for (int t = 0; t < n; t++) {
-            high[t] = _mm512_setzero_si512();
-            low[t] = _mm512_set1_epi32(ft_int8_corrections(x[t], 2 * k, blocks)[b]);
-        }
+        ft_begin_int15(x, k, blocks, b, n, high, low);
         for (int line = 0; line < 4; line++)
             ft_nibble_line_vnni15(&ft_e2m1, w + 16 + 64 * line, x, k, b * MXFP4_BLOCK + 8 * line, n, high, low);
         for (int t = 0; t < n; t++) {
-            const __m512 xscale = _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]);
-            const __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), xscale);
+            const __m512 part = ft_end_int15(x[t], k, b, high[t], low[t]);
             sum[t] = ft_e8m0_fmadd_avx512(part, w, sum[t]);
         }
     }

@@ -152,16 +152,12 @@ FT_TARGET_VNNI FT_BODY tiles_nvfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, con
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
         __m512i high[FT_FEW], low[FT_FEW];
-        for (int t = 0; t < n; t++) {
-            high[t] = _mm512_setzero_si512();
-            low[t] = _mm512_set1_epi32(ft_int8_corrections(x[t], 2 * k, blocks)[b]);
-        }
+        ft_begin_int15(x, k, blocks, b, n, high, low);
         for (int line = 0; line < 2; line++)
             ft_nibble_line_vnni15(&ft_e2m1, w + 16 + 64 * line, x, k, b * NVFP4_BLOCK + 8 * line, n, high, low);
         const __m512 scale = ft_e4m3_avx512(w);
         for (int t = 0; t < n; t++) {
-            const __m512 xscale = _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]);
-            const __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), xscale);
+            const __m512 part = ft_end_int15(x[t], k, b, high[t], low[t]);
             sum[t] = _mm512_fmadd_ps(part, scale, sum[t]);
         }
     }

@@ -7,6 +7,7 @@
 #ifndef FREETOKEN_TILE_Q8_0_H
 #define FREETOKEN_TILE_Q8_0_H
 #include "fp16.h"
+#include "int15.h"
 
 enum { Q8_0_BLOCK = 32, Q8_0_BYTES = 544 };
 
@@ -179,10 +180,7 @@ FT_TARGET_VNNI FT_BODY tiles_q8_0_int15_vnni(const uint8_t *w, ptrdiff_t k, cons
     for (ptrdiff_t b = 0; b < blocks; b++, w += Q8_0_BYTES) {
         for (int p = 0; p < 544; p += 64) FT_PREFETCH(w + p);
         __m512i high[FT_FEW], low[FT_FEW];
-        for (int t = 0; t < n; t++) {
-            high[t] = _mm512_setzero_si512();
-            low[t] = _mm512_set1_epi32(ft_int8_corrections(x[t], 2 * k, blocks)[b]);
-        }
+        ft_begin_int15(x, k, blocks, b, n, high, low);
         for (int line = 0; line < 8; line++) {
             __m512i v = _mm512_xor_si512(_mm512_loadu_si512(w + 32 + 64 * line), flip);
             for (int t = 0; t < n; t++) {
@@ -193,8 +191,7 @@ FT_TARGET_VNNI FT_BODY tiles_q8_0_int15_vnni(const uint8_t *w, ptrdiff_t k, cons
         }
         const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)w));
         for (int t = 0; t < n; t++) {
-            const __m512 xscale = _mm512_set1_ps(ft_int8_scales(x[t], 2 * k)[b]);
-            const __m512 part = _mm512_mul_ps(ft_digits_avx512(high[t], low[t]), xscale);
+            const __m512 part = ft_end_int15(x[t], k, b, high[t], low[t]);
             sum[t] = _mm512_fmadd_ps(part, scale, sum[t]);
         }
     }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from freetoken import formats
+from freetoken.executor import kernel_choices
 from freetoken.kernels._isa import ACTIVATIONS, LEVELS, TileKernel, available_levels
 from tests.support.experts import table
 
@@ -33,6 +35,15 @@ def test_table_of_a_format(name: str) -> None:
     # what is chosen on a lower level exists there: a kind of activation has a version of its own from some level up
     for act in {act for act, _ in pairs} - {"bf16"}:
         assert (act, "scalar") in pairs
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_the_tile_that_auto_takes_decodes_once_for_several_vectors(name: str) -> None:
+    """On the highest level, for a bf16 model; that it gives the same bits is test_experts.py's."""
+    if LEVELS[-1] not in available_levels():
+        pytest.skip(f"this CPU has no {LEVELS[-1]}")
+    (choice, *_) = kernel_choices(formats.get(name), "auto", torch.bfloat16)
+    assert choice.kernel.few
 
 
 def test_a_tile_kernel_says_what_it_is() -> None:

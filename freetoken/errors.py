@@ -70,3 +70,31 @@ class UnsupportedError(FreeTokenError, NotImplementedError):
 
     def __init__(self, message: str, *, feature: str, available: str = "") -> None:
         super().__init__(message, feature=feature, available=available)
+
+
+class DeviceError(FreeTokenError, RuntimeError):
+    """A device refused or failed an operation; lost: nothing can be done on it any more by this process."""
+
+    def __init__(self, message: str, *, operation: str, lost: bool = False) -> None:
+        super().__init__(message, operation=operation, lost=lost)
+
+
+class StepError(FreeTokenError, RuntimeError):
+    """A step failed, was cancelled, or something in it is late.
+
+    step: its number. side: "host" or "device", whose part failed; "" when it was cancelled. layer and duty: where, if
+    known. waited: seconds. usable: whether the model can go on after this step.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int,
+        side: str = "",
+        layer: int | None = None,
+        duty: str = "",
+        waited: float = 0.0,
+        usable: bool = True,
+    ) -> None:
+        super().__init__(message, step=step, side=side, layer=layer, duty=duty, waited=waited, usable=usable)

@@ -128,3 +128,16 @@ CPU_MOE_NUMA = ChoiceOrNumber(
     "be cut",
     number="the number of a node",
 )
+STEP_DEADLINE = Number(
+    "FREETOKEN_STEP_DEADLINE",
+    30,
+    1 << 20,
+    "seconds that a step may be without any progress before it is given up with an error; 0 is no limit",
+)
+PLE_SYNC = Choice(
+    "FREETOKEN_PLE_SYNC",
+    "auto",
+    ("auto", "wait", "gate"),
+    "when rows of a table on disk are read for a step: gate reads them before it is launched, wait while it runs; auto "
+    "takes wait where the device can wait for flags",
+)

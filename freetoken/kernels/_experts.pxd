@@ -7,8 +7,7 @@ from freetoken.kernels._isa cimport ft_kernel
 
 cdef extern from "barrier.h" nogil:
     ctypedef struct ft_barrier:
-        int arrived
-        int phase
+        pass
     void ft_barrier_wait(ft_barrier *b, int n)
 
 

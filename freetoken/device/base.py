@@ -1,0 +1,180 @@
+"""What the orchestrator needs of a device: memory that both sides reach, graphs that wait for the host, a clock.
+
+`simulated.py` is a device without hardware, `cuda.py` one with. Tensors are torch's, on `Device.torch_device`.
+A graph is captured once, by a function that puts operations on streams, and launched again and again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+FLAG_WORDS = 16
+"""Words of 32 bits between two flags: each is alone on its cache line."""
+
+
+class Flag:
+    """A 32-bit word in memory that host and device reach.
+
+    words: (FLAG_WORDS,) uint32, of which the first is the flag; kept alive. number: for messages.
+    """
+
+    __slots__ = ("number", "words")
+
+    def __init__(self, words: NDArray[np.uint32], number: int) -> None:
+        self.words = words
+        self.number = number
+
+    @property
+    def address(self) -> int:
+        """Where it is in the host's memory."""
+        return int(self.words.ctypes.data)
+
+    @property
+    def value(self) -> int:
+        """What is there now."""
+        return int(self.words[0])
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self.words[0] = value & 0xFFFFFFFF
+
+    def __repr__(self) -> str:
+        return f"flag {self.number}"
+
+
+class Actor(Protocol):
+    """Something that goes on beside the caller: the body of a thread."""
+
+    @property
+    def name(self) -> str:
+        """Of its thread."""
+
+    def run(self) -> None:
+        """Return when it is stopped."""
+
+    def stop(self) -> None:
+        """Let `run` return."""
+
+
+def start_thread(actor: Actor) -> None:
+    """A thread that does not keep the process alive."""
+    threading.Thread(target=actor.run, name=actor.name, daemon=True).start()
+
+
+class Clock(Protocol):
+    """Time as everything that belongs to a device sees it, in seconds."""
+
+    def now(self) -> float:
+        """Never goes back."""
+
+    def pause(self, seconds: float) -> None:
+        """Let others go on for a while."""
+
+
+class SystemClock:
+    """The machine's."""
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
+
+    def pause(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
+
+def make_flags(n: int, memory: NDArray[np.uint8] | None = None) -> list[Flag]:
+    """Flags in memory of `n * FLAG_WORDS` words, new and aligned where none is given."""
+    if memory is None:
+        spare = np.zeros(n * FLAG_WORDS * 4 + 64, np.uint8)
+        first = -spare.ctypes.data % 64
+        memory = spare[first : first + n * FLAG_WORDS * 4]
+    words = memory.view(np.uint32).reshape(n, FLAG_WORDS)
+    return [Flag(words[i], i) for i in range(n)]
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How a graph waits for the host, for reports: by "memory" operations or by "host function", and why."""
+
+    kind: str
+    why: str
+
+
+class Stream(Protocol):
+    """Operations in their order. All of them can be captured; none waits for the host in the calling thread."""
+
+    def kernel(self, work: Callable[[], object], cost: float = 0.0) -> None:
+        """Run what `work` enqueues on this stream; cost: what a simulated device takes for it, in seconds."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between tensors of the same shape and type, one of which may be registered host memory."""
+
+    def ring(self, flag: Flag, answered: bool = False) -> None:
+        """Count the flag up by 2, after all before; its lowest bit says whether nothing is left to do."""
+
+    def wait(self, flag: Flag, take: bool = True) -> None:
+        """Wait until the flag is 1, and write 0 if it is taken with that."""
+
+    def take(self, flag: Flag) -> None:
+        """Write 0: what was waited for has been used."""
+
+    def fork(self) -> Stream:
+        """Another stream, which begins after what is on this one."""
+
+    def join(self, other: Stream) -> None:
+        """What comes after waits for what is on the other stream."""
+
+
+class Graph(Protocol):
+    """A captured graph."""
+
+    @property
+    def nodes(self) -> int:
+        """How many operations it has."""
+
+
+class Device(Protocol):
+    """One device, used by one launching thread at a time.
+
+    Everything but flags, `clock` and `spawn` is out of bounds for a thread that must set a flag: a call may block
+    behind a launched graph which waits for that flag.
+    """
+
+    name: str
+    torch_device: torch.device
+    clock: Clock
+    waits: Waits
+
+    def flags(self, n: int) -> Sequence[Flag]:
+        """New flags, 0."""
+
+    def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Zeros in host memory that the device reaches."""
+
+    def register(self, memory: NDArray[Any]) -> AbstractContextManager[None]:
+        """Let the device reach host memory that is there already, until the context ends; `DeviceError` if refused."""
+
+    def capture(self, build: Callable[[Stream], None]) -> Graph:
+        """The graph of what `build` puts on the stream that it is given."""
+
+    def launch(self, graph: Graph) -> None:
+        """Launch it after all that was launched before. May block until the device has gone on."""
+
+    def is_idle(self) -> bool:
+        """Whether all that was launched is done; `DeviceError` if the device has failed."""
+
+    def spawn(self, actor: Actor) -> None:
+        """Let an actor go on beside the caller, until it is stopped. It does not keep the process alive."""
+
+    def close(self) -> None:
+        """Give back what the device holds."""

@@ -1,0 +1,51 @@
+/* A standing team: thread 0 opens the gate, all do the same work with their numbers, and meet at its end.
+ *
+ * Threads that wait at the gate spin for some tenths of a millisecond, which is longer than the dense part of a layer on a
+ * GPU takes, and then sleep: a team that is not used costs nothing.
+ */
+#ifndef FREETOKEN_GATE_H
+#define FREETOKEN_GATE_H
+#include "barrier.h"
+
+enum { FT_GATE_SPINS = 20000 };
+
+/* before: by thread 0 alone, may be NULL; work: by all. */
+typedef struct {
+    void (*before)(void *context);
+    void (*work)(void *context, int thread, int n);
+    void *context;
+} ft_task;
+
+typedef struct {
+    ft_event open;
+    ft_barrier end;
+    const ft_task *task; /* NULL: go home */
+} ft_gate;
+
+/* By thread 0 of n. */
+static inline void ft_gate_run(ft_gate *g, const ft_task *task, int n) {
+    if (task->before) task->before(task->context);
+    if (n > 1) {
+        g->task = task;
+        ft_event_signal(&g->open);
+    }
+    task->work(task->context, 0, n);
+    ft_barrier_wait(&g->end, n);
+}
+
+static inline void ft_gate_close(ft_gate *g) {
+    g->task = NULL;
+    ft_event_signal(&g->open);
+}
+
+/* By the others, until the gate is closed. */
+static inline void ft_gate_help(ft_gate *g, int thread, int n) {
+    for (int seen = 0;; seen++) {
+        ft_event_wait(&g->open, seen, FT_GATE_SPINS);
+        const ft_task *task = g->task;
+        if (!task) return;
+        task->work(task->context, thread, n);
+        ft_barrier_wait(&g->end, n);
+    }
+}
+#endif

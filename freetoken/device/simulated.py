@@ -471,11 +471,12 @@ class SimulatedDevice:
             self._driven.remove(driven)
             return
         before = worker.moves
-        if worker.poll() == "run":
+        _, turn = worker.poll()
+        if turn is not None:
             driven.busy = True
             self._spent = (0.0, 0)
             self._in_work = True
-            worker.call()
+            worker.call(*turn)
             self._in_work = False
             seconds, nbytes = self._spent
             if seconds != float("inf"):  # else it never returns

@@ -21,9 +21,11 @@ cdef extern from "worker.h" nogil:
         uint32_t *bell
         uint32_t *answer
         const void *task
+        const void *owner
+    ctypedef struct ft_turn:
+        const ft_duty *duty
+        uint64_t number
     ctypedef struct ft_step:
-        const ft_duty *duties
-        int n
         uint64_t number
     ctypedef struct ft_worker:
         ft_event wake
@@ -41,7 +43,7 @@ cdef extern from "worker.h" nogil:
     uint64_t ft_worker_done(const ft_worker *w)
     uint64_t ft_worker_moves(const ft_worker *w)
     uint32_t ft_worker_state(const ft_worker *w)
-    int ft_worker_poll(ft_worker *w)
+    int ft_worker_poll(ft_worker *w, ft_turn *turn)
     int ft_worker_answer(ft_worker *w, uint32_t driver, int takeover)
 
 
@@ -50,6 +52,7 @@ cdef extern from "gate.h" nogil:
         void (*before)(void *context) noexcept nogil
         void (*work)(void *context, int thread, int n) noexcept nogil
         void *context
+        int threads
     ctypedef struct ft_gate:
         pass
     void ft_gate_run(ft_gate *g, const ft_task *task, int n)
@@ -76,5 +79,5 @@ cdef class Worker:
     cdef public object on_failure
     cdef readonly int stuck     # drivers that were replaced and are still at their work
     cdef void drive(self, uint32_t driver, ft_gate *gate, int n) noexcept nogil
-    cdef void work(self, uint32_t driver, ft_gate *gate, int n) noexcept nogil
+    cdef void work(self, const ft_turn *turn, ft_gate *gate, int n) noexcept nogil
     cdef bint stopping(self) noexcept nogil

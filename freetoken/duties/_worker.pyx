@@ -54,6 +54,7 @@ cdef class Line:
             self.duties[i].answer = &words[0]
             if isinstance(duty.work, TeamWork):
                 self.duties[i].task = &(<TeamWork> duty.work).task
+            self.duties[i].owner = <void *> duty
 
     def __dealloc__(self):
         free(self.duties)
@@ -122,13 +123,14 @@ cdef class Worker:
                 ft_gate_help(g, threadid(), ft_team_size())
 
     cdef void drive(self, uint32_t driver, ft_gate *gate, int n) noexcept nogil:
+        cdef ft_turn turn
         cdef uint64_t moves = 0
         cdef int seen, phase, waited = 0
         while True:
             seen = ft_event_look(&self.w.wake)
-            phase = ft_worker_poll(&self.w)
+            phase = ft_worker_poll(&self.w, &turn)
             if phase == FT_RUN:
-                self.work(driver, gate, n)
+                self.work(&turn, gate, n)
                 if not ft_worker_answer(&self.w, driver, 0):
                     with gil:
                         self.stuck -= 1
@@ -145,24 +147,31 @@ cdef class Worker:
             else:
                 usleep(NAP_US)
 
-    cdef void work(self, uint32_t driver, ft_gate *gate, int n) noexcept nogil:
-        cdef const ft_step *step = &self.w.ring[self.w.done % FT_STEPS]
-        cdef const ft_task *task = <const ft_task *> step.duties[self.w.at].task
-        if task != NULL:
-            ft_gate_run(gate, task, n)
+    cdef void work(self, const ft_turn *turn, ft_gate *gate, int n) noexcept nogil:
+        if turn.duty.task != NULL:
+            ft_gate_run(gate, <const ft_task *> turn.duty.task, n)
         else:
             with gil:
-                self.call()
+                self.call(<object> <void *> turn.duty.owner, turn.number)
 
-    def call(self):
-        """The work of the duty that `poll` has come to, in this thread. An error goes to `on_failure`."""
+    def poll(self):
+        """Go as far as it can: what it waits for now, one of `PHASES`; when that is its work, (duty, step), else None.
+
+        The work is then done by `call`, and `answer` ends it.
+        """
+        cdef ft_turn turn
+        cdef int phase = ft_worker_poll(&self.w, &turn)
+        if phase == FT_RUN:
+            return PHASES[phase], (<object> <void *> turn.duty.owner, turn.number)
+        return PHASES[phase], None
+
+    def call(self, duty, unsigned long long number):
+        """The work of a duty, in this thread alone. An error goes to `on_failure`."""
         cdef ft_gate gate
-        cdef const ft_step *step = &self.w.ring[self.w.done % FT_STEPS]
-        cdef const ft_task *task = <const ft_task *> step.duties[self.w.at].task
-        cdef uint64_t number = step.number
-        duty = (<Line> self.lines[self.w.done % FT_STEPS]).kept[self.w.at]
+        cdef const ft_task *task
         try:
-            if task != NULL:
+            if isinstance(duty.work, TeamWork):
+                task = &(<TeamWork> duty.work).task
                 memset(&gate, 0, sizeof(ft_gate))
                 with nogil:
                     ft_gate_run(&gate, task, 1)
@@ -171,10 +180,6 @@ cdef class Worker:
         except BaseException as error:
             if self.on_failure is not None:
                 self.on_failure(duty, number, error)
-
-    def poll(self):
-        """Go as far as it can; what it waits for now, one of `PHASES`."""
-        return PHASES[ft_worker_poll(&self.w)]
 
     def answer(self, unsigned int driver, bint takeover=False):
         """Answer the duty whose work is running, as its driver or, taking over, in its place.

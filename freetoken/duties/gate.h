@@ -9,12 +9,18 @@
 
 enum { FT_GATE_SPINS = 20000 };
 
-/* before: by thread 0 alone, may be NULL; work: by all. */
+/* before: by thread 0 alone, may be NULL; work: by `threads` threads or fewer. */
 typedef struct {
     void (*before)(void *context);
     void (*work)(void *context, int thread, int n);
     void *context;
+    int threads;
 } ft_task;
+
+static inline void ft_task_share(const ft_task *task, int thread, int n) {
+    const int team = n < task->threads ? n : task->threads;
+    if (thread < team) task->work(task->context, thread, team);
+}
 
 typedef struct {
     ft_event open;
@@ -29,7 +35,7 @@ static inline void ft_gate_run(ft_gate *g, const ft_task *task, int n) {
         g->task = task;
         ft_event_signal(&g->open);
     }
-    task->work(task->context, 0, n);
+    ft_task_share(task, 0, n);
     ft_barrier_wait(&g->end, n);
 }
 
@@ -44,7 +50,7 @@ static inline void ft_gate_help(ft_gate *g, int thread, int n) {
         ft_event_wait(&g->open, seen, FT_GATE_SPINS);
         const ft_task *task = g->task;
         if (!task) return;
-        task->work(task->context, thread, n);
+        ft_task_share(task, thread, n);
         ft_barrier_wait(&g->end, n);
     }
 }

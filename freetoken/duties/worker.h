@@ -31,7 +31,8 @@ enum { FT_IDLE, FT_BELL, FT_EMPTY, FT_RUN, FT_ANSWER, FT_PHASES = 8 };
 typedef struct {
     uint32_t *bell; /* NULL: there is none */
     uint32_t *answer;
-    const void *task; /* for the driver: what the work is */
+    const void *task;  /* for the driver: what the work is */
+    const void *owner; /* and whose it is */
 } ft_duty;
 
 typedef struct {
@@ -40,6 +41,12 @@ typedef struct {
     uint32_t bell; /* the bells' value in this step */
     uint64_t number;
 } ft_step;
+
+/* What a driver has to do now. Another one may take over as soon as it knows, so it asks the worker nothing more. */
+typedef struct {
+    const ft_duty *duty;
+    uint64_t number; /* of the step */
+} ft_turn;
 
 typedef struct {
     ft_event wake;
@@ -111,9 +118,10 @@ static inline void ft_worker_next(ft_worker *w) {
     }
 }
 
-/* By the driver. Returns the phase that it cannot leave now: FT_IDLE, FT_BELL, FT_EMPTY, or FT_RUN: do the work, then call
- * ft_worker_answer. */
-static inline int ft_worker_poll(ft_worker *w) {
+/* By the driver. Returns the phase that it cannot leave now: FT_IDLE, FT_BELL, FT_EMPTY, or FT_RUN: do the work of the turn,
+ * then call ft_worker_answer. */
+static inline int ft_worker_poll(ft_worker *w, ft_turn *turn) {
+    *turn = (ft_turn){NULL, 0};
     for (;;) {
         const int phase = ft_worker_state(w) % FT_PHASES;
         if (phase == FT_IDLE) {
@@ -142,6 +150,7 @@ static inline int ft_worker_poll(ft_worker *w) {
         if (!dropped) {
             if (__atomic_load_n(duty->answer, __ATOMIC_ACQUIRE)) return FT_EMPTY;
             if (__atomic_load_n(&w->skip, __ATOMIC_ACQUIRE) < step->number) {
+                *turn = (ft_turn){duty, step->number};
                 ft_worker_enter(w, FT_RUN);
                 return FT_RUN;
             }

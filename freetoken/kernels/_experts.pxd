@@ -69,6 +69,9 @@ cdef struct job:
     ft_barrier barrier
 
 
+cdef uint8_t *first_line(uint8_t *data) noexcept nogil
+
+
 cdef class Scratch:
     cdef uint8_t *data
     cdef size_t size
@@ -107,4 +110,8 @@ cdef bint take_all(room *r, Scratch scratch) except -1
 cdef uint8_t *take(room *r, size_t nbytes) noexcept nogil
 cdef void take_common(room *r, job *j, size_t routes, size_t experts) noexcept nogil
 cdef void take_own(room *r, job *j, size_t routes, int n_threads) noexcept nogil
+cdef void cut_room(room *r, job *j, size_t routes, size_t experts, int n_threads) noexcept nogil
 cdef int sort_routes(job *j, const int32_t[:, ::1] ids, const float[:, ::1] weights, size_t experts) except -1
+cdef void sort_by_expert(
+    job *j, const int32_t *ids, const float *weights, ptrdiff_t tokens, ptrdiff_t k, ptrdiff_t experts
+) noexcept nogil

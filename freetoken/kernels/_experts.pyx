@@ -361,6 +361,11 @@ cdef void layer(job *j, int thread, int n_threads) noexcept nogil:
     down(j, thread, n_threads)
 
 
+cdef uint8_t *first_line(uint8_t *data) noexcept nogil:
+    # 64-byte alignment inside the slack
+    return data + (64 - <size_t> data % 64) % 64
+
+
 cdef class Scratch:
     """Working memory of one executor, grown as needed, used by one layer at a time."""
 
@@ -380,8 +385,7 @@ cdef class Scratch:
             if self.data == NULL:
                 raise MemoryError(f"{size} bytes of scratch for an expert layer")
             self.size = size
-        # 64-byte alignment inside the slack
-        return self.data + (64 - <size_t> self.data % 64) % 64
+        return first_line(self.data)
 
     @property
     def nbytes(self):
@@ -470,8 +474,7 @@ cdef class ExpertLayer:
             return
         memset(&r, 0, sizeof(room))
         while take_all(&r, scratch):
-            take_common(&r, &j, ids.shape[0] * ids.shape[1], self.n_experts)
-            take_own(&r, &j, ids.shape[0] * ids.shape[1], n_threads)
+            cut_room(&r, &j, ids.shape[0] * ids.shape[1], self.n_experts, n_threads)
         sort_routes(&j, ids, weights, self.n_experts)
         with nogil, parallel(num_threads=n_threads):
             layer(shared, threadid(), ft_team_size())
@@ -544,23 +547,29 @@ cdef void take_own(room *r, job *j, size_t routes, int n_threads) noexcept nogil
     j.queues = <ft_queue *> take(r, 2 * n_threads * sizeof(ft_queue))
 
 
+cdef void cut_room(room *r, job *j, size_t routes, size_t experts, int n_threads) noexcept nogil:
+    """All of a layer in one piece."""
+    take_common(r, j, routes, experts)
+    take_own(r, j, routes, n_threads)
+
+
 cdef int sort_routes(
     job *j, const int32_t[:, ::1] ids, const float[:, ::1] weights, size_t experts
 ) except -1:
     if ids.shape[1]:
-        sort_by_expert(
-            j, &ids[0, 0], &weights[0, 0], ids.shape[0], ids.shape[1], experts,
-            <int32_t *> j.expert, <int32_t *> j.start, <int32_t *> j.token, <float *> j.weight,
-        )
+        sort_by_expert(j, &ids[0, 0], &weights[0, 0], ids.shape[0], ids.shape[1], experts)
     return 0
 
 
 cdef void sort_by_expert(
-    job *j, const int32_t *ids, const float *weights, ptrdiff_t tokens, ptrdiff_t k, ptrdiff_t experts,
-    int32_t *expert, int32_t *start, int32_t *token, float *weight,
+    job *j, const int32_t *ids, const float *weights, ptrdiff_t tokens, ptrdiff_t k, ptrdiff_t experts
 ) noexcept nogil:
     """Counting sort, stable."""
     cdef ptrdiff_t r, e, n = tokens * k, groups = 0, at
+    cdef int32_t *expert = <int32_t *> j.expert
+    cdef int32_t *start = <int32_t *> j.start
+    cdef int32_t *token = <int32_t *> j.token
+    cdef float *weight = <float *> j.weight
     # start[e] first counts, then says where an expert's next route goes; `expert` is its scratch until the end.
     memset(expert, 0, experts * sizeof(int32_t))
     for r in range(n):

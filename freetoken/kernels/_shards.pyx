@@ -68,11 +68,30 @@ cdef void sharded_layer(sharded_job *s, int thread, int n_threads) noexcept nogi
     add_shards(s, thread, n_threads)
 
 
-cdef void share_input(job *j, const job *first) noexcept nogil:
+cdef void share_common(job *j, const job *first) noexcept nogil:
     """The input, routes and prepared vectors of another shard; they are the same for all."""
     j.x, j.x_bf16, j.tokens = first.x, first.x_bf16, first.tokens
     j.prepared = first.prepared
     j.expert, j.start, j.token, j.weight = first.expert, first.start, first.token, first.weight
+
+
+cdef void cut_sharded_room(room *r, sharded_job *s, size_t routes, size_t experts, int n_threads) noexcept nogil:
+    """Working memory of all shards; each has an fp32 output of its own."""
+    cdef ptrdiff_t k
+    take_common(r, s.jobs, routes, experts)
+    for k in range(s.shards):
+        if k:
+            share_common(&s.jobs[k], s.jobs)
+        take_own(r, &s.jobs[k], routes, n_threads)
+        s.jobs[k].y = take(r, s.jobs[k].tokens * s.jobs[k].down.rows * sizeof(float))
+        s.jobs[k].y_bf16 = False
+
+
+cdef void share_routes(sharded_job *s) noexcept nogil:
+    """How many there are, once they are sorted."""
+    cdef ptrdiff_t k
+    for k in range(1, s.shards):
+        s.jobs[k].routes, s.jobs[k].groups = s.jobs[0].routes, s.jobs[0].groups
 
 
 cdef uint64_t hash_mask(const uint64_t *words, ptrdiff_t n) noexcept nogil:
@@ -92,14 +111,6 @@ cdef class ShardedLayer:
     layer on, of those that it may run on; none to leave it alone. Thread 0 is the caller and always left alone. A team
     of another size serves all shards together, with the same result, and stays where it is.
     """
-
-    cdef tuple layers
-    cdef sharded_job template
-    cdef int *numbers           # shard, rank and size
-    cdef uint64_t *masks
-    cdef uint64_t *keys
-    cdef readonly Py_ssize_t n_experts
-    cdef readonly Py_ssize_t hidden
 
     def __cinit__(self, layers, teams, cpus):
         cdef sharded_job *s = &self.template
@@ -154,33 +165,34 @@ cdef class ShardedLayer:
         """See `ExpertLayer.run`."""
         cdef sharded_job s = self.template
         cdef sharded_job *shared = &s
-        cdef job *jobs = <job *> calloc(s.shards, sizeof(job))
         cdef room r
-        cdef ExpertLayer one
-        cdef ptrdiff_t k, routes = ids.shape[0] * ids.shape[1]
-        if jobs == NULL:
-            raise MemoryError(f"jobs of {s.shards} shards")
+        cdef ptrdiff_t routes = ids.shape[0] * ids.shape[1]
         try:
-            one = self.layers[0]
-            jobs[0] = one.template
-            if not set_input(jobs, self.hidden, x, ids, weights, out, n_threads):
+            if not self.begin(shared, x, ids, weights, out, n_threads):
                 return
-            s.y, s.y_bf16, s.jobs = jobs[0].y, jobs[0].y_bf16, jobs
             memset(&r, 0, sizeof(room))
             while take_all(&r, scratch):
-                take_common(&r, jobs, routes, self.n_experts)
-                for k in range(s.shards):
-                    if k:
-                        one = self.layers[k]
-                        jobs[k] = one.template
-                        share_input(&jobs[k], jobs)
-                    take_own(&r, &jobs[k], routes, n_threads)
-                    jobs[k].y = take(&r, jobs[k].tokens * self.hidden * sizeof(float))
-                    jobs[k].y_bf16 = False
-            sort_routes(jobs, ids, weights, self.n_experts)
-            for k in range(1, s.shards):
-                jobs[k].routes, jobs[k].groups = jobs[0].routes, jobs[0].groups
+                cut_sharded_room(&r, shared, routes, self.n_experts, n_threads)
+            sort_routes(s.jobs, ids, weights, self.n_experts)
+            share_routes(shared)
             with nogil, parallel(num_threads=n_threads):
                 sharded_layer(shared, threadid(), ft_team_size())
         finally:
-            free(jobs)
+            free(s.jobs)
+
+    cdef bint begin(
+        self, sharded_job *s, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, int n_threads
+    ) except -1:
+        """Jobs of all shards with their input, for the caller to free; False when there are no tokens."""
+        cdef ExpertLayer one
+        cdef ptrdiff_t k
+        s.jobs = <job *> calloc(s.shards, sizeof(job))
+        if s.jobs == NULL:
+            raise MemoryError(f"jobs of {s.shards} shards")
+        for k in range(s.shards):
+            one = self.layers[k]
+            s.jobs[k] = one.template
+        if not set_input(s.jobs, self.hidden, x, ids, weights, out, n_threads):
+            return False
+        s.y, s.y_bf16 = s.jobs[0].y, s.jobs[0].y_bf16
+        return True

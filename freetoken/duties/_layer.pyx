@@ -52,8 +52,8 @@ cdef void run_layer(void *context, int thread, int n) noexcept nogil:
 cdef class LayerWork(TeamWork):
     """One layer over fixed buffers, for a `Duty`.
 
-    experts: an `ExpertLayer` or `ShardedLayer`. x, ids, weights, out: as `ExpertLayer.run` takes them, with at least one
-    token and one route; read and written each time that the duty is done. scratch: shared by layers that are never
+    experts: an `ExpertLayer` or `ShardedLayer`. x, ids, weights, out: as `ExpertLayer.run` takes them, with at least
+    one token and one route; read and written each time that the duty is done. scratch: shared by layers that are never
     computed at the same time. n_threads: at most so many compute it.
     """
 
@@ -61,8 +61,8 @@ cdef class LayerWork(TeamWork):
     cdef tuple kept
 
     def __cinit__(
-        self, experts not None, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, Scratch scratch not None,
-        int n_threads,
+        self, experts not None, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out,
+        Scratch scratch not None, int n_threads,
     ):
         cdef room r
         memset(&self.c, 0, sizeof(call))

@@ -135,7 +135,7 @@ def switches() -> dict[str, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux: it counts context switches")
 def test_an_idle_team_sleeps() -> None:
-    """None of its threads runs at all while there is nothing to do; a spinning or napping one is switched all the time."""
+    """None of its threads runs while there is nothing to do; one that spins or naps is switched all the time."""
     others = set(switches())
     layer, buffers = make_layer(1), Buffers(1)
     bell, answer = make_flags(2)

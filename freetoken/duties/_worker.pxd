@@ -76,8 +76,10 @@ cdef class Worker:
     cdef readonly int n_threads
     cdef int patience
     cdef list lines         # of posted steps, as in the ring
+    cdef bint held          # some of them may be there
     cdef public object on_failure
     cdef readonly int stuck     # drivers that were replaced and are still at their work
     cdef void drive(self, uint32_t driver, ft_gate *gate, int n) noexcept nogil
     cdef void work(self, const ft_turn *turn, ft_gate *gate, int n) noexcept nogil
+    cdef void forget(self) noexcept
     cdef bint stopping(self) noexcept nogil

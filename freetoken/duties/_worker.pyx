@@ -91,6 +91,7 @@ cdef class Worker:
         if self.w.posted - self.done == FT_STEPS:
             raise RuntimeError(f"{self.name}: {FT_STEPS} steps are not done yet, step {number} cannot be posted")
         self.lines[at] = line
+        self.held = True
         ft_worker_post(&self.w, line.duties, <int> len(line.kept), bell, number)
 
     def skip(self, unsigned long long number):
@@ -138,7 +139,16 @@ cdef class Worker:
             elif self.stopping():
                 return
             elif phase == FT_IDLE:
-                ft_event_wait(&self.w.wake, seen, IDLE_SPINS)
+                if self.held:
+                    waited = 0
+                    while waited < IDLE_SPINS and ft_event_look(&self.w.wake) == seen:
+                        waited += 1
+                        ft_pause()
+                    if waited == IDLE_SPINS:
+                        with gil:
+                            self.forget()
+                else:
+                    ft_event_wait(&self.w.wake, seen, 0)
             elif moves != self.w.moves:
                 moves, waited = self.w.moves, 0
             elif waited < self.patience:
@@ -146,6 +156,12 @@ cdef class Worker:
                 ft_pause()
             else:
                 usleep(NAP_US)
+
+    cdef void forget(self) noexcept:
+        """Let go of what was done, which may hold what owns this worker."""
+        if self.w.done == self.w.posted:
+            self.held = False
+            self.lines = [None] * FT_STEPS
 
     cdef void work(self, const ft_turn *turn, ft_gate *gate, int n) noexcept nogil:
         if turn.duty.task != NULL:

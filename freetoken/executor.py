@@ -73,9 +73,10 @@ def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto"
 
     act: "auto" or a precision. auto takes fp32 for an fp32 or fp16 model; for a bf16 model int15 where there is a tile,
     which is nearer to the exact values than bf16 and faster (docs/kernels.md); else bf16 where a bf16 dot serves this
-    format, else fp32. A forced bf16 without such a tile rounds activations before an fp32 tile; formats without int8
-    and int15 tiles (bf16, fp8_block) take bf16 instead. fp8 rounds them before a bf16 tile where there is one,
-    else an fp32 tile: both hold e4m3 times a power of two exactly. Raises `UnsupportedError` for a tier this CPU lacks.
+    format (fp8_block: the matrix unit's, so on amx only), else fp32. A forced bf16 without such a tile rounds
+    activations before an fp32 tile; formats without int8 and int15 tiles (bf16, fp8_block) take bf16 instead. fp8
+    rounds them before a bf16 tile where there is one, else an fp32 tile: both hold e4m3 times a power of two exactly.
+    Raises `UnsupportedError` for a tier this CPU lacks.
     """
     levels = _levels_up_to(tier)
     kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels._tile_{fmt.kernels}").kernels()
@@ -263,19 +264,24 @@ def forked_error() -> UnsupportedError:
 def check_kernel(bank: Bank, activation: Activation, choice: KernelChoice) -> float:
     """Error of one tile function against the reference that rounds as the choice does, relative to the output's norm.
 
-    Expert 0 of the bank is computed; where its weights are so extreme that fp32 itself gives no ordinary number, an
-    expert of ordinary random weights in the same layout is.
+    Expert 0 of the bank is computed, for one token and for many where there is a tile function for these; where its
+    weights are so extreme that fp32 itself gives no ordinary number, an expert of ordinary random weights in the same
+    layout is.
     """
-    x = np.random.default_rng(0).standard_normal((1, bank.layout.hidden)).astype(np.float32)
+    tokens = 17 if choice.kernel.many else 1
+    x = np.random.default_rng(0).standard_normal((tokens, bank.layout.hidden)).astype(np.float32)
     values = (x.astype(np.float64), activation.kind, activation.alpha, activation.limit, choice.rounding)
     expected = reference.run_expert(bank.get(0), *values)
     if not 1e-20 < np.linalg.norm(expected) < 1e20:
         bank = _ordinary_bank(bank.layout)
         expected = reference.run_expert(bank.get(0), *values)
-    ids, weights = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
-    out = np.empty_like(x)
-    _bind(bank, activation, choice).run(x, ids, weights, out, Scratch(), 1)
-    return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+    layer, errors = _bind(bank, activation, choice), []
+    for part in {1, tokens}:
+        ids, weights = np.zeros((part, 1), np.int32), np.ones((part, 1), np.float32)
+        out = np.empty_like(x[:part])
+        layer.run(x[:part], ids, weights, out, Scratch(), 1)
+        errors.append(float(np.linalg.norm(out - expected[:part]) / np.linalg.norm(expected[:part])))
+    return float(np.max(errors))
 
 
 def _ordinary_bank(layout: RecordLayout) -> Bank:

@@ -93,7 +93,7 @@ CPU_ACT = Choice(
 CPU_ISA = Choice(
     "FREETOKEN_CPU_ISA",
     "auto",
-    ("auto", "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"),
+    ("auto", "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx"),
     "highest instruction set that CPU expert kernels may use; auto takes the best this CPU has",
 )
 CPU_CORES = Choice(

@@ -48,23 +48,27 @@ cdef struct job:
     int rounding                                    # of activations before they are prepared
     int activation
     float alpha, limit
-    # Routes, sorted by expert: group g holds routes [start[g], start[g + 1]) of expert[g].
+    # Routes, sorted by expert: group g holds routes [start[g], start[g + 1]) of expert[g]. Where `kernel` takes many, a
+    # group has at most so many, and an expert may have several.
     ptrdiff_t tokens, routes, groups
     const int32_t *expert
     const int32_t *start
     const int32_t *token
     const float *weight
+    int32_t *ends           # of each expert's routes
     # Input and output, (tokens, H), bf16 or fp32.
     const void *x
     void *y
     bint x_bf16, y_bf16
     # Scratch.
     uint8_t *prepared       # tokens x gate_up.vector_bytes
+    uint8_t *prepared_many  # the same as the tile function for many wants them; `prepared` if that is the same
     uint8_t *hidden         # routes x down.vector_bytes
     float *sums             # for each thread: tokens x a run of tiles x 16
     ptrdiff_t sums_stride
-    float *rows             # for each thread: H floats, or a chunk of a few tokens
+    float *rows             # for each thread: H floats, or a chunk of as many tokens as one call takes
     ptrdiff_t rows_stride
+    uint8_t *panels         # for each thread, if `kernel` takes many: a group's prepared vectors, one after the other
     ft_queue *queues        # two for each thread: its chunks of gate and up, its tiles of down
     ft_barrier barrier
 

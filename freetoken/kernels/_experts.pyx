@@ -16,7 +16,7 @@ from cython.parallel cimport parallel, threadid
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from freetoken.kernels._isa cimport FT_BF16, FT_FEW, FT_FP32, FT_INT8, FT_INT15, TileKernel
+from freetoken.kernels._isa cimport FT_BF16, FT_FEW, FT_FP32, FT_INT8, FT_INT15, FT_MANY, TileKernel
 
 cdef extern from "team.h" nogil:
     int ft_team_size()
@@ -26,6 +26,9 @@ cdef extern from "values.h" nogil:
     void ft_whole_block(
         const float *x, ptrdiff_t n, int steps, int offset, float unit, const uint8_t *order, ptrdiff_t line,
         signed char *out, signed char *low, float *scale, int32_t *correction,
+    )
+    void ft_wide_block(
+        const float *x, ptrdiff_t n, int steps, const uint8_t *order, ptrdiff_t line, uint16_t *out, float *scale,
     )
     float ft_bf16_to_float(uint16_t bits)
     uint16_t ft_float_to_bf16(float value)
@@ -96,10 +99,23 @@ cdef void prepare_int(
         )
 
 
-cdef void prepare(
-    const job *j, const float *x, ptrdiff_t first, ptrdiff_t n, ptrdiff_t width, uint8_t *out
+cdef void prepare_wide(
+    const job *j, const float *x, ptrdiff_t n, uint16_t *out, float *scales
 ) noexcept nogil:
-    """Values [first, first + n) of a vector of `width` values, into their places; first is a multiple of the unit."""
+    """Blocks of INT15 values as the tile function for many wants them."""
+    cdef ptrdiff_t b, at
+    for b in range(blocks_of(j, n)):
+        at = b * j.block
+        ft_wide_block(x + at, j.block, INT15_STEPS, j.kernel.many_order, j.line, out + 2 * at, &scales[b])
+
+
+cdef void prepare(
+    const job *j, const float *x, ptrdiff_t first, ptrdiff_t n, ptrdiff_t width, bint many, uint8_t *out
+) noexcept nogil:
+    """Values [first, first + n) of a vector of `width` values, into their places; first is a multiple of the unit.
+
+    many: for the tile function that takes many.
+    """
     cdef signed char *codes
     cdef float *scales
     cdef int32_t *corrections
@@ -107,6 +123,8 @@ cdef void prepare(
         prepare_fp32(j, x, n, (<float *> out) + first)
     elif j.kernel.act == FT_BF16:
         prepare_bf16(j, x, n, (<uint16_t *> out) + first)
+    elif many:
+        prepare_wide(j, x, n, (<uint16_t *> out) + 2 * first, (<float *> (out + 4 * width)) + first // j.block)
     else:
         codes = <signed char *> out
         scales = <float *> (codes + digits_of(j) * width)
@@ -140,7 +158,9 @@ cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil
         if j.rounding == ROUND_FP8:
             ft_round_fp8(x, n, row)
             x = row
-        prepare(j, x, first, n, width, j.prepared + token * j.gate_up.vector_bytes)
+        prepare(j, x, first, n, width, False, j.prepared + token * j.gate_up.vector_bytes)
+        if j.prepared_many != j.prepared:
+            prepare(j, x, first, n, width, True, j.prepared_many + token * j.gate_up.vector_bytes)
         at += units_of(j, n)
 
 
@@ -187,17 +207,26 @@ cdef void activate(const job *j, const float *gate, const float *up, float *out)
             out[i] = g[i] * (u[i] + 1)
 
 
-cdef inline int find_few(
+cdef inline bint takes_many(const job *j, ptrdiff_t n) noexcept nogil:
+    """Whether a group of n routes is multiplied by one call."""
+    return j.kernel.many != NULL and n >= j.kernel.many_from
+
+
+cdef inline int find_vectors(
     const job *j, const uint8_t *vectors, ptrdiff_t stride, const int32_t *number, ptrdiff_t route, ptrdiff_t stop,
     const uint8_t **x,
 ) noexcept nogil:
     """Vectors of the next routes that one call takes, number[route] or route being their place; how many.
 
-    The last is there several times if they are not FT_FEW.
+    Many must lie one after the other (number is NULL), and x[0] is the first of them. The last of few is there several
+    times if they are not FT_FEW.
     """
     cdef int few = <int> min(<ptrdiff_t> FT_FEW, stop - route) if j.kernel.few != NULL else 1
     cdef int i
     cdef ptrdiff_t at
+    if number == NULL and takes_many(j, stop - route):
+        x[0] = vectors + route * stride
+        return <int> (stop - route)
     for i in range(FT_FEW):
         at = route + min(i, few - 1)
         x[i] = vectors + (at if number == NULL else number[at]) * stride
@@ -205,17 +234,36 @@ cdef inline int find_few(
 
 
 cdef inline void multiply(
-    const job *j, const matrix *m, const uint8_t *w, const uint8_t **x, int few, float *y
+    const job *j, const matrix *m, const uint8_t *w, const uint8_t **x, int n, float *y
 ) noexcept nogil:
-    """A tile times `few` vectors: y is FT_FEW x 16."""
-    if few > 1:
+    """A tile times n vectors as `find_vectors` found them: y is n x 16, or FT_FEW x 16 for few."""
+    if n > FT_FEW:
+        j.kernel.many(w, m.k, x[0], m.vector_bytes, n, y)
+    elif n > 1:
         j.kernel.few(w, m.k, <const void *const *> x, y)
     else:
         j.kernel.tile(w, m.k, x[0], y)
 
 
+cdef struct desk:
+    # What a thread works with in `gate_up`.
+    float *h            # a chunk's hidden values
+    uint8_t *panel      # prepared vectors of `group`, one after the other
+    ptrdiff_t group     # -1: of none
+
+
+cdef void fill_panel(const job *j, ptrdiff_t group, desk *d) noexcept nogil:
+    """Collect a group's prepared vectors, unless they are there: a thread takes several chunks of a group in turn."""
+    cdef ptrdiff_t route, size = j.gate_up.vector_bytes
+    if d.group == group:
+        return
+    d.group = group
+    for route in range(j.start[group], j.start[group + 1]):
+        memcpy(d.panel + (route - j.start[group]) * size, j.prepared_many + j.token[route] * size, size)
+
+
 cdef void gate_up_chunk(
-    const job *j, ptrdiff_t group, ptrdiff_t chunk, ptrdiff_t chunk_tiles, float *h
+    const job *j, ptrdiff_t group, ptrdiff_t chunk, ptrdiff_t chunk_tiles, desk *d
 ) noexcept nogil:
     """Rows [chunk * chunk_tiles * 16, ...) of gate and up for every token of a group."""
     cdef const uint8_t *record = j.bank + j.expert[group] * j.record_bytes
@@ -225,24 +273,30 @@ cdef void gate_up_chunk(
     cdef ptrdiff_t width = j.down.k, size = chunk_tiles * TILE
     cdef ptrdiff_t first = chunk * chunk_tiles, last = min(first + chunk_tiles, m.tiles)
     cdef ptrdiff_t route = j.start[group], stop = j.start[group + 1], t, n = min(size, width - first * TILE)
-    cdef float gate[FT_FEW * TILE]
-    cdef float up[FT_FEW * TILE]
-    cdef int few, i
+    cdef float gate[FT_MANY * TILE]
+    cdef float up[FT_MANY * TILE]
+    cdef int found, i
+    cdef float *h
     while route < stop:
-        few = find_few(j, j.prepared, m.vector_bytes, j.token, route, stop, x)
+        if takes_many(j, stop - j.start[group]):
+            fill_panel(j, group, d)
+            found = find_vectors(j, d.panel, m.vector_bytes, NULL, 0, stop - route, x)
+        else:
+            found = find_vectors(j, j.prepared, m.vector_bytes, j.token, route, stop, x)
         for t in range(first, last):
             w = record + m.offset + 2 * t * m.tile_bytes
-            multiply(j, m, w, x, few, gate)
-            multiply(j, m, w + m.tile_bytes, x, few, up)
-            for i in range(few):
+            multiply(j, m, w, x, found, gate)
+            multiply(j, m, w + m.tile_bytes, x, found, up)
+            for i in range(found):
                 finish_tile(m, record, 0, t * TILE, gate + i * TILE)
                 finish_tile(m, record, 1, (m.tiles + t) * TILE, up + i * TILE)
-                activate(j, gate + i * TILE, up + i * TILE, h + i * size + (t - first) * TILE)
-        for i in range(few):
+                activate(j, gate + i * TILE, up + i * TILE, d.h + i * size + (t - first) * TILE)
+        for i in range(found):
+            h = d.h + i * size
             if j.rounding == ROUND_FP8:
-                ft_round_fp8(h + i * size, n, h + i * size)
-            prepare(j, h + i * size, first * TILE, n, width, j.hidden + (route + i) * j.down.vector_bytes)
-        route += few
+                ft_round_fp8(h, n, h)
+            prepare(j, h, first * TILE, n, width, found > FT_FEW, j.hidden + (route + i) * j.down.vector_bytes)
+        route += found
 
 
 cdef inline ptrdiff_t tiles_of_chunk(const job *j) noexcept nogil:
@@ -278,14 +332,22 @@ cdef void share_out(job *j, int thread, int n_threads) noexcept nogil:
     ft_queue_fill(&j.queues[2 * thread + 1], runs * thread // n_threads, runs * (thread + 1) // n_threads)
 
 
+cdef inline ptrdiff_t panel_bytes(const job *j) noexcept nogil:
+    return FT_MANY * j.gate_up.vector_bytes if j.kernel.many != NULL else 0
+
+
 cdef void gate_up(job *j, int thread, int n_threads) noexcept nogil:
     """Each thread takes its own chunks, then those of threads that are late."""
     cdef ptrdiff_t chunks = chunks_of(j), chunk_tiles = tiles_of_chunk(j), chunk
     cdef int other
+    cdef desk d
+    d.h = j.rows + thread * j.rows_stride
+    d.panel = j.panels + thread * panel_bytes(j)
+    d.group = -1
     for other in range(n_threads):
         chunk = ft_queue_take(&j.queues[2 * ((thread + other) % n_threads)])
         while chunk >= 0:
-            gate_up_chunk(j, chunk // chunks, chunk % chunks, chunk_tiles, j.rows + thread * j.rows_stride)
+            gate_up_chunk(j, chunk // chunks, chunk % chunks, chunk_tiles, &d)
             chunk = ft_queue_take(&j.queues[2 * ((thread + other) % n_threads)])
 
 
@@ -312,8 +374,8 @@ cdef void down_run(const job *j, ptrdiff_t first, ptrdiff_t last, float *sums) n
     cdef const uint8_t *record
     cdef const uint8_t *x[FT_FEW]
     cdef ptrdiff_t group, route, stop, token, i, t, n = last - first, start = first * TILE
-    cdef float part[FT_FEW * TILE]
-    cdef int few, f
+    cdef float part[FT_MANY * TILE]
+    cdef int found, f
     cdef float *total
     cdef float weight
     memset(sums, 0, j.tokens * n * TILE * sizeof(float))
@@ -322,15 +384,15 @@ cdef void down_run(const job *j, ptrdiff_t first, ptrdiff_t last, float *sums) n
         for t in range(first, last):
             route, stop = j.start[group], j.start[group + 1]
             while route < stop:
-                few = find_few(j, j.hidden, m.vector_bytes, NULL, route, stop, x)
-                multiply(j, m, record + m.offset + t * m.tile_bytes, x, few, part)
-                for f in range(few):
+                found = find_vectors(j, j.hidden, m.vector_bytes, NULL, route, stop, x)
+                multiply(j, m, record + m.offset + t * m.tile_bytes, x, found, part)
+                for f in range(found):
                     finish_tile(m, record, 0, t * TILE, part + f * TILE)
                     weight = j.weight[route + f]
                     total = sums + (j.token[route + f] * n + t - first) * TILE
                     for i in range(TILE):
                         total[i] += weight * part[f * TILE + i]
-                route += few
+                route += found
     n *= TILE
     for token in range(j.tokens):
         total = sums + token * n
@@ -451,12 +513,17 @@ cdef class ExpertLayer:
         m.tiles = (rows + TILE - 1) // TILE
         m.rows = rows
         m.k = k
-        if self.template.kernel.act == FT_FP32:
+        cdef job *j = &self.template
+        if j.kernel.act == FT_FP32:
             m.vector_bytes = aligned(k * 4)
-        elif self.template.kernel.act == FT_BF16:
+        elif j.kernel.act == FT_BF16:
             m.vector_bytes = aligned(k * 2)
+        elif j.kernel.many == NULL:
+            m.vector_bytes = aligned(digits_of(j) * k + blocks_of(j, k) * 8)
         else:
-            m.vector_bytes = aligned(digits_of(&self.template) * k + blocks_of(&self.template, k) * 8)
+            m.vector_bytes = aligned(4 * k + blocks_of(j, k) * 4)  # for many, which is more
+        # An odd number of lines: the same place of many vectors is in different sets of a cache.
+        m.vector_bytes |= 64
 
     def run(
         self, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out, Scratch scratch not None, int n_threads,
@@ -529,22 +596,27 @@ cdef uint8_t *take(room *r, size_t nbytes) noexcept nogil:
 
 cdef void take_common(room *r, job *j, size_t routes, size_t experts) noexcept nogil:
     """What is the same for all shards."""
-    j.prepared = take(r, j.tokens * j.gate_up.vector_bytes)
-    j.expert = <int32_t *> take(r, experts * sizeof(int32_t))
-    j.start = <int32_t *> take(r, (experts + 1) * sizeof(int32_t))
+    j.prepared = j.prepared_many = take(r, j.tokens * j.gate_up.vector_bytes)
+    if j.kernel.act == FT_INT15 and takes_many(j, routes):
+        j.prepared_many = take(r, j.tokens * j.gate_up.vector_bytes)
+    j.expert = <int32_t *> take(r, (experts + routes // FT_MANY) * sizeof(int32_t))
+    j.start = <int32_t *> take(r, (experts + routes // FT_MANY + 1) * sizeof(int32_t))
+    j.ends = <int32_t *> take(r, experts * sizeof(int32_t))
     j.token = <int32_t *> take(r, routes * sizeof(int32_t))
     j.weight = <float *> take(r, routes * sizeof(float))
 
 
 cdef void take_own(room *r, job *j, size_t routes, int n_threads) noexcept nogil:
     """What a shard has for itself."""
-    cdef size_t row = aligned(max(j.gate_up.k, FT_FEW * max(j.unit, <ptrdiff_t> TILE)) * sizeof(float))
+    cdef ptrdiff_t at_once = FT_MANY if j.kernel.many != NULL else FT_FEW
+    cdef size_t row = aligned(max(j.gate_up.k, at_once * max(j.unit, <ptrdiff_t> TILE)) * sizeof(float))
     j.hidden = take(r, routes * j.down.vector_bytes)
     j.sums_stride = j.tokens * tiles_of_run(j, 1) * TILE  # the most that any team takes
     j.sums = <float *> take(r, n_threads * j.sums_stride * sizeof(float))
     j.rows = <float *> take(r, n_threads * row)
     j.rows_stride = row // sizeof(float)
     j.queues = <ft_queue *> take(r, 2 * n_threads * sizeof(ft_queue))
+    j.panels = take(r, n_threads * panel_bytes(j) if takes_many(j, routes) else 0)
 
 
 cdef void cut_room(room *r, job *j, size_t routes, size_t experts, int n_threads) noexcept nogil:
@@ -565,36 +637,35 @@ cdef void sort_by_expert(
     job *j, const int32_t *ids, const float *weights, ptrdiff_t tokens, ptrdiff_t k, ptrdiff_t experts
 ) noexcept nogil:
     """Counting sort, stable."""
-    cdef ptrdiff_t r, e, n = tokens * k, groups = 0, at
+    cdef ptrdiff_t r, e, n = tokens * k, groups = 0, at = 0, most
     cdef int32_t *expert = <int32_t *> j.expert
     cdef int32_t *start = <int32_t *> j.start
     cdef int32_t *token = <int32_t *> j.token
     cdef float *weight = <float *> j.weight
-    # start[e] first counts, then says where an expert's next route goes; `expert` is its scratch until the end.
-    memset(expert, 0, experts * sizeof(int32_t))
+    cdef int32_t *ends = j.ends
+    # ends[e] first counts, then says where an expert's next route goes, and then where its last one was.
+    memset(ends, 0, experts * sizeof(int32_t))
     for r in range(n):
         if 0 <= ids[r] < experts:
-            expert[ids[r]] += 1
-    at = 0
+            ends[ids[r]] += 1
     for e in range(experts):
-        r = expert[e]
-        expert[e] = <int32_t> at
+        r = ends[e]
+        ends[e] = <int32_t> at
         at += r
     j.routes = at
+    most = FT_MANY if j.kernel.many != NULL else max(<ptrdiff_t> 1, at)
     for r in range(n):
         if 0 <= ids[r] < experts:
-            at = expert[ids[r]]
+            at = ends[ids[r]]
             token[at] = <int32_t> (r // k)
             weight[at] = weights[r]
-            expert[ids[r]] += 1
-    # now expert[e] is where group e ends: keep the groups that are not empty
+            ends[ids[r]] += 1
     at = 0
     for e in range(experts):
-        r = expert[e]
-        if r > at:
+        while at < ends[e]:
             start[groups] = <int32_t> at
             expert[groups] = <int32_t> e
             groups += 1
-            at = r
+            at = min(at + most, <ptrdiff_t> ends[e])
     start[groups] = <int32_t> at
     j.groups = groups

@@ -10,6 +10,7 @@ cdef extern from "isa.h" nogil:
         FT_AVX512
         FT_AVX512VNNI
         FT_AVX512BF16
+        FT_AMX
         FT_LEVELS
         FT_FP32
         FT_BF16
@@ -19,6 +20,11 @@ cdef extern from "isa.h" nogil:
     ctypedef void (*ft_tile_few)(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y) noexcept
     enum:
         FT_FEW
+    ctypedef void (*ft_tile_many)(
+        const uint8_t *w, ptrdiff_t k, const void *x, ptrdiff_t stride, int n, float *y
+    ) noexcept
+    enum:
+        FT_MANY
     ctypedef struct ft_kernel:
         int level
         int act
@@ -27,6 +33,9 @@ cdef extern from "isa.h" nogil:
         int offset
         float unit
         ft_tile_few few
+        ft_tile_many many
+        const uint8_t *many_order
+        int many_from
     int ft_best_level()
 
 
@@ -36,6 +45,7 @@ cdef class TileKernel:
     cdef readonly str level
     cdef readonly str act
     cdef readonly bint few
+    cdef readonly bint many
 
 
 cdef list table(const ft_kernel *entries, str format)

@@ -3,18 +3,18 @@
 Tile functions live in tile_<format>.h and are listed by _tile_<format>.pyx; executor.py chooses among them.
 """
 
-LEVELS = ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16")
+LEVELS = ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 """Level names, lowest first; a CPU that has one has those before it."""
 ACTIVATIONS = ("fp32", "bf16", "int8", "int15")
 
 
 def available_levels():
-    """Names of the levels this CPU can run, lowest first."""
+    """Names of the levels this process can run, lowest first. For amx the system is asked, which may refuse."""
     return LEVELS[: ft_best_level() + 1]
 
 
 cdef class TileKernel:
-    """One tile function: its format, level and activations; few: it decodes once for several vectors.
+    """One tile function: its format, level and activations; few, many: it decodes once for several vectors.
 
     Made by the _tile modules only.
     """
@@ -37,6 +37,7 @@ cdef list table(const ft_kernel *entries, str format):
         kernel.level = LEVELS[entries.level]
         kernel.act = ACTIVATIONS[entries.act]
         kernel.few = entries.few != NULL
+        kernel.many = entries.many != NULL
         found.append(kernel)
         entries += 1
     return found

@@ -71,7 +71,7 @@ cdef void sharded_layer(sharded_job *s, int thread, int n_threads) noexcept nogi
 cdef void share_common(job *j, const job *first) noexcept nogil:
     """The input, routes and prepared vectors of another shard; they are the same for all."""
     j.x, j.x_bf16, j.tokens = first.x, first.x_bf16, first.tokens
-    j.prepared = first.prepared
+    j.prepared, j.prepared_many = first.prepared, first.prepared_many
     j.expert, j.start, j.token, j.weight = first.expert, first.start, first.token, first.weight
 
 

@@ -19,10 +19,23 @@
 #define FT_TARGET_VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #define FT_TARGET_BF16 \
     __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")))
+#ifdef FT_AMX_TWIN /* tests/support/amx_twin.h in place of the matrix unit */
+#define FT_TARGET_AMX FT_TARGET_BF16
+#else
+#define FT_TARGET_AMX                                                                                                \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,"         \
+                          "amx-int8,amx-bf16")))
+#endif
+#endif
+
+#if defined(FT_X86) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 /* Levels are ordered: a CPU that has one has those before it. */
-enum { FT_SCALAR, FT_AVX2, FT_AVX512, FT_AVX512VNNI, FT_AVX512BF16, FT_LEVELS };
+enum { FT_SCALAR, FT_AVX2, FT_AVX512, FT_AVX512VNNI, FT_AVX512BF16, FT_AMX, FT_LEVELS };
 
 /* How an activation vector of k values is prepared for a tile function:
  *   FP32  float[k], each line's values in the function's `order` (a bf16 activation without a bf16 dot is this, rounded
@@ -40,6 +53,12 @@ typedef void (*ft_tile)(const uint8_t *w, ptrdiff_t k, const void *x, float *y);
 enum { FT_FEW = 4 };
 typedef void (*ft_tile_few)(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y);
 
+/* The same with n vectors, more than FT_FEW and at most FT_MANY, each `stride` bytes behind the one before; y is n x 16.
+ * Not a bit differs from ft_tile. INT15 vectors are others here: for each block bf16[] of 128 * high, then bf16[] of low;
+ * then float[blocks] scales without the `unit`. Each line's values are in the function's `many_order`. */
+enum { FT_MANY = 64 };
+typedef void (*ft_tile_many)(const uint8_t *w, ptrdiff_t k, const void *x, ptrdiff_t stride, int n, float *y);
+
 typedef struct {
     int level;            /* the lowest level that runs it; FT_LEVELS ends a table */
     int act;
@@ -49,6 +68,9 @@ typedef struct {
     int offset;
     float unit;
     ft_tile_few few;      /* NULL: there is none */
+    ft_tile_many many;    /* the same */
+    const uint8_t *many_order; /* of INT15, as `order` */
+    int many_from;        /* with fewer vectors than this the others are faster; more than FT_FEW */
 } ft_kernel;
 
 /* A body, tiles_NAME(w, k, x, y, n), for n vectors, 1 or FT_FEW, makes both functions. */
@@ -61,6 +83,20 @@ typedef struct {
         tiles_##name(w, k, x, y, FT_FEW);                                                                            \
     }
 
+/* Whether this process may use the matrix unit: Linux 5.16 and newer ask to be asked, once for all threads. */
+static inline int ft_may_use_amx(void) {
+#if defined(FT_AMX_TWIN)
+    return 1;
+#elif defined(FT_X86) && defined(__linux__)
+    enum { TILE = 1 << 24, INT8 = 1 << 25, BF16 = 1 << 22, ASK = 0x1023 /* ARCH_REQ_XCOMP_PERM */, TILE_DATA = 18 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    return !(~d & (TILE | INT8 | BF16)) && syscall(SYS_arch_prctl, (long)ASK, (long)TILE_DATA) == 0;
+#else
+    return 0;
+#endif
+}
+
 static inline int ft_best_level(void) {
 #ifdef FT_X86
     __builtin_cpu_init();
@@ -71,7 +107,7 @@ static inline int ft_best_level(void) {
         return FT_AVX2;
     if (!__builtin_cpu_supports("avx512vnni")) return FT_AVX512;
     if (!__builtin_cpu_supports("avx512bf16")) return FT_AVX512VNNI;
-    return FT_AVX512BF16;
+    return ft_may_use_amx() ? FT_AMX : FT_AVX512BF16;
 #else
     return FT_SCALAR;
 #endif

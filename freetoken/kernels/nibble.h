@@ -11,7 +11,7 @@
  */
 #ifndef FREETOKEN_NIBBLE_H
 #define FREETOKEN_NIBBLE_H
-#include "int15.h"
+#include "amx.h"
 
 typedef struct {
     float fp32[16];     /* value of each code */
@@ -137,6 +137,13 @@ FT_TARGET_VNNI FT_BODY ft_nibble_line_vnni15(const ft_nibble *table, const uint8
         high_sum[t] = _mm512_dpbusd_epi32(high_sum[t], odd, _mm512_set1_epi32((int)ft_load32(high + 4)));
         low_sum[t] = _mm512_dpbusd_epi32(low_sum[t], odd, _mm512_set1_epi32((int)ft_load32(low + 4)));
     }
+}
+
+/* A line as four of pairs of bf16, for the matrix unit. */
+FT_TARGET_AVX512 static inline void ft_nibble_pairs_avx512(const ft_nibble *t, const uint8_t *w, uint8_t *lines) {
+    const __m512i lut = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)t->bf16)), v = _mm512_loadu_si512(w);
+    for (int i = 0; i < 4; i++)
+        _mm512_store_si512(lines + 64 * i, _mm512_permutexvar_epi16(_mm512_srli_epi32(v, 4 * i), lut));
 }
 
 /* 16-bit table look-up of the low nibble of each half lane gives bf16 pairs. */

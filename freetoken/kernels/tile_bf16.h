@@ -4,10 +4,11 @@
  * avx2     fp32 activations, both weights of a lane widened by shift and mask
  * avx512   the same, 16 rows at once
  * bf16     VDPBF16PS takes a line as it lies. It treats a subnormal weight, activation or sum as zero (below 2^-126).
+ * amx      so does TDPBF16PS, with many vectors; one or few are multiplied by AVX-512 in its order of sums
  */
 #ifndef FREETOKEN_TILE_BF16_H
 #define FREETOKEN_TILE_BF16_H
-#include "isa.h"
+#include "amx.h"
 
 static void tile_bf16_fp32_scalar(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
@@ -85,15 +86,59 @@ FT_TARGET_BF16 FT_BODY tiles_bf16_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k,
         _mm512_storeu_ps(y + 16 * t, _mm512_add_ps(_mm512_add_ps(s[t][0], s[t][1]), _mm512_add_ps(s[t][2], s[t][3])));
 }
 FT_TILE_AND_FEW(FT_TARGET_BF16, bf16_bf16_avx512bf16)
+
+FT_TARGET_AVX512 FT_BODY tiles_bf16_bf16_amx(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+    const __m512i high = _mm512_set1_epi32((int)0xffff0000u);
+    _Alignas(64) float wide[FT_FEW][32];
+    const uint32_t before = ft_flush_begin();
+    __m512 sum[FT_FEW];
+    for (int t = 0; t < n; t++) sum[t] = _mm512_setzero_ps();
+    for (ptrdiff_t at = 0; at < k; at += 32) {
+        const ptrdiff_t rest = k - at < 32 ? k - at : 32;
+        __m512 first[FT_FEW], second[FT_FEW];
+        for (int t = 0; t < n; t++) {
+            ft_widen_bf16((const uint8_t *)x[t] + 2 * at, rest, wide[t]);
+            first[t] = second[t] = _mm512_setzero_ps();
+        }
+        for (ptrdiff_t i = 0; i < rest; i += 2, w += 64) {
+            FT_PREFETCH(w);
+            const __m512i line = _mm512_loadu_si512(w);
+            for (int t = 0; t < n; t++) {
+                first[t] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(line, 16)), _mm512_set1_ps(wide[t][i]),
+                                           first[t]);
+                second[t] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(line, high)),
+                                            _mm512_set1_ps(wide[t][i + 1]), second[t]);
+            }
+        }
+        for (int t = 0; t < n; t++) sum[t] = _mm512_add_ps(sum[t], _mm512_add_ps(first[t], second[t]));
+    }
+    for (int t = 0; t < n; t++) _mm512_storeu_ps(y + 16 * t, sum[t]);
+    ft_flush_end(before, y);
+}
+FT_TILE_AND_FEW(FT_TARGET_AVX512, bf16_bf16_amx)
+
+FT_TARGET_AMX static void many_bf16_bf16_amx(const uint8_t *w, ptrdiff_t k, const void *x, ptrdiff_t stride, int n,
+                                             float *y) {
+    const ft_sets s = ft_make_sets(n);
+    ft_shapes shapes;
+    float *sums[4] = {y, y, y, y};
+    for (int set = 0; set < s.sets; set++) sums[set] = y + 16 * ft_set_start(s, set);
+    ft_shape_bf16(&shapes, s, k);
+    FT_TILES_SHAPE(&shapes);
+    ft_amx_bf16(w, k / 2, x, stride, s, 1, sums);
+    FT_TILES_RELEASE();
+}
 #endif
 
 static const ft_kernel ft_kernels_bf16[] = {
-    {FT_SCALAR, FT_FP32, tile_bf16_fp32_scalar, NULL, 0, 0, NULL},
+    {FT_SCALAR, FT_FP32, tile_bf16_fp32_scalar, NULL, 0, 0, NULL, NULL, NULL, 0},
 #ifdef FT_X86
-    {FT_AVX2, FT_FP32, tile_bf16_fp32_avx2, NULL, 0, 0, NULL},
-    {FT_AVX512, FT_FP32, tile_bf16_fp32_avx512, NULL, 0, 0, NULL},
-    {FT_AVX512BF16, FT_BF16, tile_bf16_bf16_avx512bf16, NULL, 0, 0, few_bf16_bf16_avx512bf16},
+    {FT_AVX2, FT_FP32, tile_bf16_fp32_avx2, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AVX512, FT_FP32, tile_bf16_fp32_avx512, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AVX512BF16, FT_BF16, tile_bf16_bf16_avx512bf16, NULL, 0, 0, few_bf16_bf16_avx512bf16, NULL, NULL, 0},
+    {FT_AMX, FT_BF16, tile_bf16_bf16_amx, NULL, 0, 0, few_bf16_bf16_amx, many_bf16_bf16_amx, NULL,
+     FT_FEW + 1},
 #endif
-    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL},
+    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL, NULL, NULL, 0},
 };
 #endif

@@ -65,11 +65,17 @@ FT_TARGET_AVX2 static inline __m256 ft_e8m0_fmadd_avx2(__m256 part, const uint8_
     return _mm256_fmadd_ps(part, _mm256_castsi256_ps(bits), sum);
 }
 
-FT_TARGET_AVX512 static inline __m512 ft_e8m0_fmadd_avx512(__m512 part, const uint8_t *p, __m512 sum) {
+/* 16 scales, code 0 as code 1; the rows whose code is 0. */
+FT_TARGET_AVX512 static inline __mmask16 ft_e8m0_avx512(const uint8_t *p, __m512 *scales) {
     __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p));
-    part = _mm512_mask_mul_ps(part, _mm512_testn_epi32_mask(code, code), part, _mm512_set1_ps(.5f));
-    __m512i bits = _mm512_slli_epi32(_mm512_max_epu32(code, _mm512_set1_epi32(1)), 23);
-    return _mm512_fmadd_ps(part, _mm512_castsi512_ps(bits), sum);
+    *scales = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_max_epu32(code, _mm512_set1_epi32(1)), 23));
+    return _mm512_testn_epi32_mask(code, code);
+}
+
+FT_TARGET_AVX512 static inline __m512 ft_e8m0_fmadd_avx512(__m512 part, const uint8_t *p, __m512 sum) {
+    __m512 scales;
+    const __mmask16 zero = ft_e8m0_avx512(p, &scales);
+    return _mm512_fmadd_ps(_mm512_mask_mul_ps(part, zero, part, _mm512_set1_ps(.5f)), scales, sum);
 }
 
 FT_TARGET_AVX2 static void tile_mxfp4_fp32_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
@@ -177,6 +183,18 @@ FT_TARGET_VNNI FT_BODY tiles_mxfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, con
 }
 FT_TILE_AND_FEW(FT_TARGET_VNNI, mxfp4_int15_vnni)
 
+FT_TARGET_AMX static inline uint16_t mxfp4_lines_amx(const uint8_t *w, uint8_t *lines, float *scales) {
+    for (int p = 0; p < 256; p += 64) FT_PREFETCH(w + p);
+    for (int line = 0; line < 4; line++)
+        ft_nibble_pairs_avx512(&ft_e2m1, w + 16 + 64 * line, lines + 256 * line);
+    return ft_e8m0_avx512(w, (__m512 *)scales);
+}
+
+FT_TARGET_AMX static void many_mxfp4_int15_amx(const uint8_t *w, ptrdiff_t k, const void *x, ptrdiff_t stride, int n,
+                                               float *y) {
+    ft_amx_int15(w, k, MXFP4_BLOCK, MXFP4_BYTES, mxfp4_lines_amx, 1.f, x, stride, n, y);
+}
+
 FT_TARGET_BF16 static void tile_mxfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const uint8_t *x = xv;
     __m512 sum = _mm512_setzero_ps();
@@ -191,18 +209,20 @@ FT_TARGET_BF16 static void tile_mxfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_
 #endif
 
 static const ft_kernel ft_kernels_mxfp4[] = {
-    {FT_SCALAR, FT_FP32, tile_mxfp4_fp32_scalar, NULL, 0, 0, NULL},
-    {FT_SCALAR, FT_INT8, tile_mxfp4_int8_scalar, ft_nibble_order_int8, 12, .5f, NULL},
-    {FT_SCALAR, FT_INT15, tile_mxfp4_int15_scalar, ft_nibble_order_int8, 12, .5f, NULL},
+    {FT_SCALAR, FT_FP32, tile_mxfp4_fp32_scalar, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_SCALAR, FT_INT8, tile_mxfp4_int8_scalar, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
+    {FT_SCALAR, FT_INT15, tile_mxfp4_int15_scalar, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
 #ifdef FT_X86
-    {FT_AVX2, FT_FP32, tile_mxfp4_fp32_avx2, NULL, 0, 0, NULL},
-    {FT_AVX2, FT_INT8, tile_mxfp4_int8_avx2, ft_nibble_order_int8, 12, .5f, NULL},
-    {FT_AVX2, FT_INT15, tile_mxfp4_int15_avx2, ft_nibble_order_int8, 12, .5f, NULL},
-    {FT_AVX512, FT_FP32, tile_mxfp4_fp32_avx512, NULL, 0, 0, NULL},
-    {FT_AVX512VNNI, FT_INT8, tile_mxfp4_int8_vnni, ft_nibble_order_int8, 12, .5f, NULL},
-    {FT_AVX512VNNI, FT_INT15, tile_mxfp4_int15_vnni, ft_nibble_order_int8, 12, .5f, few_mxfp4_int15_vnni},
-    {FT_AVX512BF16, FT_BF16, tile_mxfp4_bf16_avx512bf16, ft_nibble_order_bf16, 0, 0, NULL},
+    {FT_AVX2, FT_FP32, tile_mxfp4_fp32_avx2, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AVX2, FT_INT8, tile_mxfp4_int8_avx2, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
+    {FT_AVX2, FT_INT15, tile_mxfp4_int15_avx2, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
+    {FT_AVX512, FT_FP32, tile_mxfp4_fp32_avx512, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AVX512VNNI, FT_INT8, tile_mxfp4_int8_vnni, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
+    {FT_AVX512VNNI, FT_INT15, tile_mxfp4_int15_vnni, ft_nibble_order_int8, 12, .5f, few_mxfp4_int15_vnni, NULL, NULL, 0},
+    {FT_AVX512BF16, FT_BF16, tile_mxfp4_bf16_avx512bf16, ft_nibble_order_bf16, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AMX, FT_INT15, tile_mxfp4_int15_vnni, ft_nibble_order_int8, 12, .5f, few_mxfp4_int15_vnni,
+     many_mxfp4_int15_amx, ft_nibble_order_bf16, FT_INT15_MANY_FROM},
 #endif
-    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL},
+    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL, NULL, NULL, 0},
 };
 #endif

@@ -165,6 +165,21 @@ FT_TARGET_VNNI FT_BODY tiles_nvfp4_int15_vnni(const uint8_t *w, ptrdiff_t k, con
 }
 FT_TILE_AND_FEW(FT_TARGET_VNNI, nvfp4_int15_vnni)
 
+FT_TARGET_AMX static inline uint16_t nvfp4_lines_amx(const uint8_t *w, uint8_t *lines, float *scales) {
+    FT_PREFETCH(w);
+    FT_PREFETCH(w + 64);
+    for (int line = 0; line < 2; line++)
+        ft_nibble_pairs_avx512(&ft_e2m1, w + 16 + 64 * line, lines + 256 * line);
+    memcpy(lines + 512, lines, 512); /* for the low digits */
+    _mm512_store_ps(scales, ft_e4m3_avx512(w));
+    return 0;
+}
+
+FT_TARGET_AMX static void many_nvfp4_int15_amx(const uint8_t *w, ptrdiff_t k, const void *x, ptrdiff_t stride, int n,
+                                               float *y) {
+    ft_amx_int15(w, k, NVFP4_BLOCK, NVFP4_BYTES, nvfp4_lines_amx, 256.f, x, stride, n, y);
+}
+
 FT_TARGET_BF16 static void tile_nvfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const uint8_t *x = xv;
     __m512 sum = _mm512_setzero_ps();
@@ -181,18 +196,20 @@ FT_TARGET_BF16 static void tile_nvfp4_bf16_avx512bf16(const uint8_t *w, ptrdiff_
 #endif
 
 static const ft_kernel ft_kernels_nvfp4[] = {
-    {FT_SCALAR, FT_FP32, tile_nvfp4_fp32_scalar, NULL, 0, 0, NULL},
-    {FT_SCALAR, FT_INT8, tile_nvfp4_int8_scalar, ft_nibble_order_int8, 12, .5f, NULL},
-    {FT_SCALAR, FT_INT15, tile_nvfp4_int15_scalar, ft_nibble_order_int8, 12, .5f, NULL},
+    {FT_SCALAR, FT_FP32, tile_nvfp4_fp32_scalar, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_SCALAR, FT_INT8, tile_nvfp4_int8_scalar, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
+    {FT_SCALAR, FT_INT15, tile_nvfp4_int15_scalar, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
 #ifdef FT_X86
-    {FT_AVX2, FT_FP32, tile_nvfp4_fp32_avx2, NULL, 0, 0, NULL},
-    {FT_AVX2, FT_INT8, tile_nvfp4_int8_avx2, ft_nibble_order_int8, 12, .5f, NULL},
-    {FT_AVX2, FT_INT15, tile_nvfp4_int15_avx2, ft_nibble_order_int8, 12, .5f, NULL},
-    {FT_AVX512, FT_FP32, tile_nvfp4_fp32_avx512, NULL, 0, 0, NULL},
-    {FT_AVX512VNNI, FT_INT8, tile_nvfp4_int8_vnni, ft_nibble_order_int8, 12, .5f, NULL},
-    {FT_AVX512VNNI, FT_INT15, tile_nvfp4_int15_vnni, ft_nibble_order_int8, 12, .5f, few_nvfp4_int15_vnni},
-    {FT_AVX512BF16, FT_BF16, tile_nvfp4_bf16_avx512bf16, ft_nibble_order_bf16, 0, 0, NULL},
+    {FT_AVX2, FT_FP32, tile_nvfp4_fp32_avx2, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AVX2, FT_INT8, tile_nvfp4_int8_avx2, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
+    {FT_AVX2, FT_INT15, tile_nvfp4_int15_avx2, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
+    {FT_AVX512, FT_FP32, tile_nvfp4_fp32_avx512, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AVX512VNNI, FT_INT8, tile_nvfp4_int8_vnni, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
+    {FT_AVX512VNNI, FT_INT15, tile_nvfp4_int15_vnni, ft_nibble_order_int8, 12, .5f, few_nvfp4_int15_vnni, NULL, NULL, 0},
+    {FT_AVX512BF16, FT_BF16, tile_nvfp4_bf16_avx512bf16, ft_nibble_order_bf16, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AMX, FT_INT15, tile_nvfp4_int15_vnni, ft_nibble_order_int8, 12, .5f, few_nvfp4_int15_vnni,
+     many_nvfp4_int15_amx, ft_nibble_order_bf16, FT_INT15_MANY_FROM},
 #endif
-    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL},
+    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL, NULL, NULL, 0},
 };
 #endif

@@ -179,6 +179,19 @@ FT_TARGET_VNNI FT_BODY tiles_q4_0_int15_vnni(const uint8_t *w, ptrdiff_t k, cons
 }
 FT_TILE_AND_FEW(FT_TARGET_VNNI, q4_0_int15_vnni)
 
+FT_TARGET_AMX static inline uint16_t q4_0_lines_amx(const uint8_t *w, uint8_t *lines, float *scales) {
+    for (int p = 0; p < 288; p += 64) FT_PREFETCH(w + p);
+    for (int line = 0; line < 4; line++)
+        ft_nibble_pairs_avx512(&q4_0_table, w + 32 + 64 * line, lines + 256 * line);
+    _mm512_store_ps(scales, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)w)));
+    return 0;
+}
+
+FT_TARGET_AMX static void many_q4_0_int15_amx(const uint8_t *w, ptrdiff_t k, const void *x, ptrdiff_t stride, int n,
+                                              float *y) {
+    ft_amx_int15(w, k, Q4_0_BLOCK, Q4_0_BYTES, q4_0_lines_amx, 1.f, x, stride, n, y);
+}
+
 FT_TARGET_BF16 static void tile_q4_0_bf16_avx512bf16(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const uint8_t *x = xv;
     __m512 sum = _mm512_setzero_ps();
@@ -194,18 +207,20 @@ FT_TARGET_BF16 static void tile_q4_0_bf16_avx512bf16(const uint8_t *w, ptrdiff_t
 #endif
 
 static const ft_kernel ft_kernels_q4_0[] = {
-    {FT_SCALAR, FT_FP32, tile_q4_0_fp32_scalar, NULL, 0, 0, NULL},
-    {FT_SCALAR, FT_INT8, tile_q4_0_int8_scalar, ft_nibble_order_int8, 8, 1.f, NULL},
-    {FT_SCALAR, FT_INT15, tile_q4_0_int15_scalar, ft_nibble_order_int8, 8, 1.f, NULL},
+    {FT_SCALAR, FT_FP32, tile_q4_0_fp32_scalar, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_SCALAR, FT_INT8, tile_q4_0_int8_scalar, ft_nibble_order_int8, 8, 1.f, NULL, NULL, NULL, 0},
+    {FT_SCALAR, FT_INT15, tile_q4_0_int15_scalar, ft_nibble_order_int8, 8, 1.f, NULL, NULL, NULL, 0},
 #ifdef FT_X86
-    {FT_AVX2, FT_FP32, tile_q4_0_fp32_avx2, NULL, 0, 0, NULL},
-    {FT_AVX2, FT_INT8, tile_q4_0_int8_avx2, ft_nibble_order_int8, 8, 1.f, NULL},
-    {FT_AVX2, FT_INT15, tile_q4_0_int15_avx2, ft_nibble_order_int8, 8, 1.f, NULL},
-    {FT_AVX512, FT_FP32, tile_q4_0_fp32_avx512, NULL, 0, 0, NULL},
-    {FT_AVX512VNNI, FT_INT8, tile_q4_0_int8_vnni, ft_nibble_order_int8, 8, 1.f, NULL},
-    {FT_AVX512VNNI, FT_INT15, tile_q4_0_int15_vnni, ft_nibble_order_int8, 8, 1.f, few_q4_0_int15_vnni},
-    {FT_AVX512BF16, FT_BF16, tile_q4_0_bf16_avx512bf16, ft_nibble_order_bf16, 0, 0, NULL},
+    {FT_AVX2, FT_FP32, tile_q4_0_fp32_avx2, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AVX2, FT_INT8, tile_q4_0_int8_avx2, ft_nibble_order_int8, 8, 1.f, NULL, NULL, NULL, 0},
+    {FT_AVX2, FT_INT15, tile_q4_0_int15_avx2, ft_nibble_order_int8, 8, 1.f, NULL, NULL, NULL, 0},
+    {FT_AVX512, FT_FP32, tile_q4_0_fp32_avx512, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AVX512VNNI, FT_INT8, tile_q4_0_int8_vnni, ft_nibble_order_int8, 8, 1.f, NULL, NULL, NULL, 0},
+    {FT_AVX512VNNI, FT_INT15, tile_q4_0_int15_vnni, ft_nibble_order_int8, 8, 1.f, few_q4_0_int15_vnni, NULL, NULL, 0},
+    {FT_AVX512BF16, FT_BF16, tile_q4_0_bf16_avx512bf16, ft_nibble_order_bf16, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AMX, FT_INT15, tile_q4_0_int15_vnni, ft_nibble_order_int8, 8, 1.f, few_q4_0_int15_vnni,
+     many_q4_0_int15_amx, ft_nibble_order_bf16, FT_INT15_MANY_FROM},
 #endif
-    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL},
+    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL, NULL, NULL, 0},
 };
 #endif

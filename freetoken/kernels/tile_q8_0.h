@@ -6,8 +6,8 @@
  */
 #ifndef FREETOKEN_TILE_Q8_0_H
 #define FREETOKEN_TILE_Q8_0_H
+#include "amx.h"
 #include "fp16.h"
-#include "int15.h"
 
 enum { Q8_0_BLOCK = 32, Q8_0_BYTES = 544 };
 
@@ -198,20 +198,44 @@ FT_TARGET_VNNI FT_BODY tiles_q8_0_int15_vnni(const uint8_t *w, ptrdiff_t k, cons
     for (int t = 0; t < n; t++) _mm512_storeu_ps(y + 16 * t, sum[t]);
 }
 FT_TILE_AND_FEW(FT_TARGET_VNNI, q8_0_int15_vnni)
+
+FT_TARGET_AMX static inline uint16_t q8_0_lines_amx(const uint8_t *w, uint8_t *lines, float *scales) {
+    for (int p = 0; p < 544; p += 64) FT_PREFETCH(w + p);
+    const __m512i high = _mm512_set1_epi32((int)0xffff0000u);
+    for (int line = 0; line < 8; line++) {
+        const __m512i v = _mm512_loadu_si512(w + 32 + 64 * line);
+        for (int i = 0; i < 2; i++) { /* weights 2 i and 2 i + 1 of a row become fp32, whose upper halves are bf16 */
+            const __m512i low_code = _mm512_slli_epi32(v, 24 - 16 * i), high_code = _mm512_slli_epi32(v, 16 - 16 * i);
+            const __m512i a = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(low_code, 24)));
+            const __m512i b = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(high_code, 24)));
+            const __m512i pairs = _mm512_or_si512(_mm512_srli_epi32(a, 16), _mm512_and_si512(b, high));
+            _mm512_store_si512(lines + 128 * line + 64 * i, pairs);
+        }
+    }
+    _mm512_store_ps(scales, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)w)));
+    return 0;
+}
+
+FT_TARGET_AMX static void many_q8_0_int15_amx(const uint8_t *w, ptrdiff_t k, const void *x, ptrdiff_t stride, int n,
+                                              float *y) {
+    ft_amx_int15(w, k, Q8_0_BLOCK, Q8_0_BYTES, q8_0_lines_amx, 1.f, x, stride, n, y);
+}
 #endif
 
 static const ft_kernel ft_kernels_q8_0[] = {
-    {FT_SCALAR, FT_FP32, tile_q8_0_fp32_scalar, NULL, 0, 0, NULL},
-    {FT_SCALAR, FT_INT8, tile_q8_0_int8_scalar, NULL, 128, 1.f, NULL},
-    {FT_SCALAR, FT_INT15, tile_q8_0_int15_scalar, NULL, 128, 1.f, NULL},
+    {FT_SCALAR, FT_FP32, tile_q8_0_fp32_scalar, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_SCALAR, FT_INT8, tile_q8_0_int8_scalar, NULL, 128, 1.f, NULL, NULL, NULL, 0},
+    {FT_SCALAR, FT_INT15, tile_q8_0_int15_scalar, NULL, 128, 1.f, NULL, NULL, NULL, 0},
 #ifdef FT_X86
-    {FT_AVX2, FT_FP32, tile_q8_0_fp32_avx2, NULL, 0, 0, NULL},
-    {FT_AVX2, FT_INT8, tile_q8_0_int8_avx2, NULL, 128, 1.f, NULL},
-    {FT_AVX2, FT_INT15, tile_q8_0_int15_avx2, NULL, 128, 1.f, NULL},
-    {FT_AVX512, FT_FP32, tile_q8_0_fp32_avx512, NULL, 0, 0, NULL},
-    {FT_AVX512VNNI, FT_INT8, tile_q8_0_int8_vnni, NULL, 128, 1.f, NULL},
-    {FT_AVX512VNNI, FT_INT15, tile_q8_0_int15_vnni, NULL, 128, 1.f, few_q8_0_int15_vnni},
+    {FT_AVX2, FT_FP32, tile_q8_0_fp32_avx2, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AVX2, FT_INT8, tile_q8_0_int8_avx2, NULL, 128, 1.f, NULL, NULL, NULL, 0},
+    {FT_AVX2, FT_INT15, tile_q8_0_int15_avx2, NULL, 128, 1.f, NULL, NULL, NULL, 0},
+    {FT_AVX512, FT_FP32, tile_q8_0_fp32_avx512, NULL, 0, 0, NULL, NULL, NULL, 0},
+    {FT_AVX512VNNI, FT_INT8, tile_q8_0_int8_vnni, NULL, 128, 1.f, NULL, NULL, NULL, 0},
+    {FT_AVX512VNNI, FT_INT15, tile_q8_0_int15_vnni, NULL, 128, 1.f, few_q8_0_int15_vnni, NULL, NULL, 0},
+    {FT_AMX, FT_INT15, tile_q8_0_int15_vnni, NULL, 128, 1.f, few_q8_0_int15_vnni,
+     many_q8_0_int15_amx, NULL, FT_INT15_MANY_FROM},
 #endif
-    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL},
+    {FT_LEVELS, 0, NULL, NULL, 0, 0, NULL, NULL, NULL, 0},
 };
 #endif

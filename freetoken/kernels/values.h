@@ -82,6 +82,19 @@ static inline void ft_whole_block(const float *x, ptrdiff_t n, int steps, int of
     *scale = unit * (top <= 1e-30f ? 0.f : top / (float)steps);
     *correction = (int32_t)(0u - total * (uint32_t)offset);
 }
+
+/* n <= 128 activations of a block as bf16 of 128 * high and, n behind, of low, and their scale: INT15 for many vectors. */
+static inline void ft_wide_block(const float *x, ptrdiff_t n, int steps, const uint8_t *order, ptrdiff_t line,
+                                 uint16_t *out, float *scale) {
+    int8_t high[128], low[128];
+    int32_t correction;
+    ft_whole_block(x, n, steps, 0, 1.f, order, line, high, low, scale, &correction);
+    for (ptrdiff_t k = 0; k < n; k++) {
+        out[k] = (uint16_t)((uint32_t)ft_bits_of((float)(128 * high[k])) >> 16);
+        out[n + k] = (uint16_t)((uint32_t)ft_bits_of((float)low[k]) >> 16);
+    }
+}
+
 static inline float ft_bf16_to_float(uint16_t bits) { return ft_float_of((int32_t)((uint32_t)bits << 16)); }
 
 /* Rounded to nearest even; a NaN stays NaN. */

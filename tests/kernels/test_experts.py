@@ -305,6 +305,45 @@ def test_same_bits_alone_and_in_a_batch(fmt: Format, kernel: TileKernel, roundin
         np.testing.assert_array_equal(alone, batch[part])
 
 
+MANY_WAYS = pytest.mark.parametrize(
+    ("fmt", "kernel", "rounding"), [param for param in way_params() if param.values[1].many]
+)
+
+
+@pytest.mark.parametrize("shape", ["wide", "odd"])
+@pytest.mark.parametrize("how", [SILU, HALF], ids=["silu", "half"])
+@MANY_WAYS
+def test_same_bits_however_many_tokens_an_expert_has(
+    fmt: Format, kernel: TileKernel, rounding: str, how: Activation, shape: str
+) -> None:
+    """From few to more than one call of a tile function takes; with HALF some tokens are so tiny that sums are
+    subnormal.
+    """
+    case = make_case(fmt, {"wide": (288, 32 * fmt.width_step), "odd": small(fmt, rounding)}[shape], True, how, 135)
+    x = case.x.copy()
+    if how is HALF:
+        x[::3] *= np.float32(2.0**-122)
+    ids = np.full((135, 2), -1, np.int32)
+    ids[:, 0] = 1
+    ids[::2, 1] = 3
+    ids[3, 1] = 1
+    weights = case.routes[1]
+    scratch = Scratch()
+
+    def of(part: slice | list[int], n_threads: int = 1) -> NDArray[np.generic]:
+        return run(
+            kernel, case.layout, case.bank, x[part], ids[part], weights[part], how, rounding=rounding, scratch=scratch,
+            n_threads=n_threads,
+        )  # fmt: skip
+
+    alone = np.concatenate([of(slice(b, b + 1)) for b in range(135)])
+    for tokens in (5, 13, 17, 64, 65, 69, 135):
+        np.testing.assert_array_equal(of(slice(tokens), 3), alone[:tokens], err_msg=f"{tokens} tokens")
+    late = list(range(130, 9, -3))
+    np.testing.assert_array_equal(of(late), alone[late])
+    assert np.isfinite(alone).all() and alone.any(axis=1).all()
+
+
 @WAYS
 def test_routes_to_nowhere_and_twice_to_one_expert(fmt: Format, kernel: TileKernel, rounding: str) -> None:
     case = make_case(fmt, small(fmt, rounding), True, SILU, 7)
@@ -607,7 +646,7 @@ def test_reads_and_writes_nothing_past_the_end(
     """An access past the end of any argument kills the process (prefetches may pass it)."""
     layout = EndingLayout(fmt, *shape, bias=True, last=last)
     bank = guarded(make_bank(layout, 2))
-    for n_tokens, dtype in ((1, np.float32), (3, np.float32), (3, np.uint16)):
+    for n_tokens, dtype in ((1, np.float32), (3, np.float32), (3, np.uint16), (17, np.float32)):
         ids, weights = make_routes(n_tokens, 2, 2)
         x = np.random.default_rng(0).standard_normal((n_tokens, shape[0])).astype(np.float32)
         given = x if dtype == np.float32 else fp32_to_bf16(x)

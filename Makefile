@@ -10,7 +10,7 @@ SOURCES := $(shell find freetoken -name '*.pyx' -o -name '*.pxd' -o -name '*.h')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test llama bench sanitize lint stubs clean help
+.PHONY: demo test llama bench sanitize twin lint stubs clean help
 
 demo: $(VENV)/.built  ## generate text with the small model that comes along
 	$(VENV)/bin/ft generate --prompt "It was a dark night, and" --temperature 0.6 --seed 3
@@ -36,6 +36,15 @@ sanitize: $(VENV)/.built  ## run the tests of compiled modules under AddressSani
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	PYTHONPATH=build/sanitized $(PY) -P -c '$(SANITIZED)' -p no:cacheprovider -q --capture=sys \
 	tests/kernels tests/checkpoint/test_strips.py --deselect tests/kernels/test_portable.py $(ARGS)
+
+# A third one, in build/twin, whose matrix unit is plain C: the tests of amx on a processor without one.
+TWIN := import sys, freetoken, pytest; assert "twin" in freetoken.__file__; sys.exit(pytest.main(sys.argv[1:]))
+
+twin: $(VENV)/.built  ## run the tests of amx with its instructions replaced by C
+	@CFLAGS="-DFT_AMX_TWIN -Itests/support" PYTHONWARNINGS=ignore \
+	$(PY) setup.py --quiet build --build-lib build/twin --build-temp build/twin.tmp
+	PYTHONPATH=build/twin $(PY) -P -c '$(TWIN)' -p no:cacheprovider -q --capture=sys \
+	tests/kernels/test_experts.py tests/kernels/test_isa.py -k "amx or isa" $(ARGS)
 
 lint: $(VENV)/.linters  ## check style, types and stubs
 	$(PY) -m ruff check .

@@ -41,6 +41,7 @@ cdef extern from "rowfile.h" nogil:
         int plain
         int64_t align
     int ft_open_plain(ft_rowfile *f)
+    int64_t ft_file_bytes(int fd)
     int64_t ft_direct_align(int fd)
 
 cdef extern from *:
@@ -64,6 +65,7 @@ cdef enum:
     MAX_THREADS = 64
     MAX_ENTRIES = 1 << 19    # ids that are sorted at once: 16 MiB
     BUCKETS = 4096           # into which more ids than that are counted
+    PAGE = 4096
     GAP = 4096               # bytes between rows that are read rather than skipped: a disk takes as long for either
     AGAIN = 1000             # times that a read is made again because the system had no room for it
     SIGNALS = 1024           # reads between two looks for signals
@@ -175,7 +177,7 @@ cdef class Reader:
     cdef Failure failure
     cdef object raised
     cdef readonly object change
-    cdef int n_files, n_free, depth, ring_dead, stopping, part
+    cdef int n_files, n_free, depth, ring_dead, stopped, part
     cdef readonly int ring_error     # why there is no ring, 0 if there is
     cdef readonly int direct_error   # why direct reads were given up, 0 if they were not
     cdef readonly int64_t n_reads
@@ -243,15 +245,21 @@ cdef class Reader:
         """Threads of the pool that were started."""
         return self.pool.n_threads
 
+    @property
+    def stopping(self):
+        """Whether `stop` was called."""
+        return ft_load(&self.stopped) != 0
+
     def stop(self):
         """Have the reading that goes on in another thread, and all later ones, end as STOPPED. Waits for nothing."""
-        ft_store(&self.stopping, 1)
+        ft_store(&self.stopped, 1)
 
     def gather(self, const int64_t[::1] ids, uint8_t[::1] out):
         """Write the rows of `ids` (n,) into `out` (n * row_bytes,), in their order.
 
-        Returns None, or what went wrong: (kind, errno, file, row, found, expected), of which `row` is the id and
-        `found` its place where kind is BAD_ID, and `found` and `expected` are bytes of the file where it is ENDED.
+        Returns None, or what went wrong: (kind, errno, file, row, found, expected). Where kind is BAD_ID, `row` is the id
+        and `found` its place; where ENDED, the file has `found` bytes and `expected` are needed; where FAILED, `found` is
+        the byte that could not be read, and bytes up to `expected` were asked for.
         """
         cdef int64_t n = ids.shape[0]
         assert out.shape[0] == n * self.row_bytes, "room for all rows"
@@ -362,7 +370,7 @@ cdef class Reader:
         self.sorted = sort_entries(self.entries, self.spare, n)
         self.n_entries, self.entry, self.in_row, self.part = n, 0, 0, 0
         while True:
-            if ft_load(&self.stopping) and not self.failure.kind:
+            if ft_load(&self.stopped) and not self.failure.kind:
                 self.failure.kind, self.failure.row = C_STOPPED, self.sorted[min(self.entry, n - 1)].row
             while not self.failure.kind and self.n_free and self.entry < n:
                 tag = self.free_slots[self.n_free - 1]
@@ -526,6 +534,8 @@ cdef class Reader:
         self.failure.kind, self.failure.error, self.failure.file = kind, error, slot.file
         self.failure.row = self.sorted[i].row
         self.failure.found, self.failure.expected = slot.start + slot.done, slot.start + slot.need
+        if kind == C_ENDED:
+            self.failure.found = ft_file_bytes(self.files[slot.file].fd)
         self.release(tag)
 
     cdef void look_for_signals(self) noexcept nogil:
@@ -553,23 +563,29 @@ cdef class Reader:
         return 0
 
 
-def read_spans(int fd, const int64_t[::1] offsets, int64_t nbytes, int depth):
-    """Read `nbytes` at each offset with `depth` reads in flight and do nothing with them: what a drive gives at most.
+def read_spans(int fd, const int64_t[::1] offsets, const int64_t[::1] lengths, int depth):
+    """Make reads with `depth` of them in flight and do nothing with what they bring: what a drive gives at most.
 
-    offsets: (n,), multiples of what direct reads of the file need, and so is nbytes. Raises OSError where there is no
-    ring, or where a read fails or ends early.
+    offsets, lengths: (n,), multiples of what direct reads of the file need. Raises OSError where there is no ring, or
+    where a read fails or ends early.
     """
     cdef ft_ring ring
-    cdef int64_t n = offsets.shape[0], asked = 0, answered = 0, result = 0
+    cdef int64_t n = offsets.shape[0], asked = 0, answered = 0, room = PAGE, result = 0, i
     cdef int error = ft_ring_open(&ring, depth), tag
-    cdef uint8_t *memory = <uint8_t *> aligned_alloc(4096, up(depth * nbytes, 4096))
-    if not memory:
+    cdef uint8_t *memory = NULL
+    cdef int64_t *numbers = <int64_t *> calloc(depth, sizeof(int64_t))
+    assert lengths.shape[0] == n, "a length for each offset"
+    for i in range(n):
+        room = max(room, up(lengths[i], PAGE))
+    memory = <uint8_t *> aligned_alloc(PAGE, depth * room)
+    if not memory or not numbers:
         error = error or ENOMEM
     with nogil:
+        while asked < min(n, <int64_t> depth) and not error:
+            ft_ring_put(&ring, fd, memory + asked * room, <unsigned> lengths[asked], offsets[asked], <int> asked)
+            numbers[asked] = asked
+            asked += 1
         while answered < n and not error:
-            while asked < n and asked < depth:
-                ft_ring_put(&ring, fd, memory + asked * nbytes, <unsigned> nbytes, offsets[asked], <int> asked)
-                asked += 1
             error = ft_ring_enter(&ring, 1)
             if error == EINTR:
                 error = 0
@@ -578,15 +594,17 @@ def read_spans(int fd, const int64_t[::1] offsets, int64_t nbytes, int depth):
                 if tag < 0:
                     break
                 answered += 1
-                if result != nbytes:
+                if result != lengths[numbers[tag]]:
                     error = <int> -result if result < 0 else EINVAL
                 elif asked < n:
-                    ft_ring_put(&ring, fd, memory + tag * nbytes, <unsigned> nbytes, offsets[asked], tag)
+                    ft_ring_put(&ring, fd, memory + tag * room, <unsigned> lengths[asked], offsets[asked], tag)
+                    numbers[tag] = asked
                     asked += 1
         while ring.flying:  # the kernel still writes
             if ft_ring_take(&ring, &result) < 0:
                 ft_nap()
     ft_ring_close(&ring)
     free(memory)
+    free(numbers)
     if error:
         raise OSError(error, "a plain read")

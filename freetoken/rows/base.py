@@ -30,7 +30,7 @@ class RowTable(ABC):
 
     def __init__(self, name: str, rows: int, row_bytes: int, dtype: str, scale: float | RowTable | None = None) -> None:
         """name: for messages. Raises `ConfigError` and `FormatError` for what cannot be a table."""
-        _check_shape(rows, row_bytes, dtype)
+        check_shape(rows, row_bytes, dtype)
         if isinstance(scale, RowTable):
             _check_scales(scale, rows)
         elif scale is not None and not (math.isfinite(scale) and scale):
@@ -142,7 +142,8 @@ def _check_room(out: NDArray[Any], shape: tuple[int, ...], dtype: type[Any], wha
         )
 
 
-def _check_shape(rows: int, row_bytes: int, dtype: str) -> None:
+def check_shape(rows: int, row_bytes: int, dtype: str) -> None:
+    """Raise `ConfigError` unless there can be such a table."""
     if dtype not in DTYPES:
         expected = ", ".join(DTYPES)
         raise ConfigError(
@@ -152,7 +153,7 @@ def _check_shape(rows: int, row_bytes: int, dtype: str) -> None:
             expected=expected,
         )
     item = _item_bytes(dtype)
-    for name, value, unit in (("rows", rows, 1), ("row_bytes", row_bytes, item)):
+    for name, value, unit in (("row_bytes", row_bytes, item), ("rows", rows, 1)):
         if value <= 0 or value % unit or value >= 2**62 // (row_bytes if name == "rows" else 1):
             raise ConfigError(
                 f"a table of {rows} rows of {row_bytes} bytes of {dtype} cannot be: {name} must be a positive multiple "

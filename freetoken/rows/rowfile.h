@@ -39,6 +39,11 @@ static inline int ft_open_plain(ft_rowfile *f) {
     return 0;
 }
 
+static inline int64_t ft_file_bytes(int fd) {
+    struct stat found;
+    return fstat(fd, &found) ? -1 : (int64_t)found.st_size;
+}
+
 /* What a file asks of direct reads, by the kernel's word: bytes, 0 where it takes none, -1 where it does not say. */
 static inline int64_t ft_direct_align(int fd) {
 #if defined(__linux__) && defined(SYS_statx) && defined(AT_EMPTY_PATH)

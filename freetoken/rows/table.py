@@ -19,7 +19,7 @@ from freetoken.checkpoint.safetensors import DTYPES, TensorInfo
 from freetoken.errors import CheckpointError, ClosedError, ConfigError, FormatError, FreeTokenError, UnsupportedError
 from freetoken.formats.codes import bf16_to_fp32
 from freetoken.rows import _reader
-from freetoken.rows.base import SCALE_DTYPES, Bytes, Ids, RowTable
+from freetoken.rows.base import SCALE_DTYPES, Bytes, Ids, RowTable, check_shape
 from freetoken.rows.places import Place, RowFile, SafetensorsRows, check_total, place_files, place_tensors
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class DiskRowTable(RowTable):
         `{i}` if it lies in shards as well. cut: a row may begin in one file and end in the next. depth: reads in
         flight. Raises `CheckpointError` naming file and tensor where a size, a shape or a dtype is not that.
         """
+        check_shape(rows, row_bytes, dtype)
         if isinstance(source, SafetensorsRows):
             name, places = source.name, place_tensors(source.find(), row_bytes, dtype)
         else:
@@ -169,7 +170,7 @@ class DiskRowTable(RowTable):
             )
         path = self._paths[file]
         if kind == _reader.ENDED:
-            what = f"the file ended at byte {found}, expected byte {expected - 1}; it changed or is truncated"
+            what = f"the file has {found} bytes now, expected at least {expected}; it changed or is truncated"
         else:
             what = f"{os.strerror(error)}, at byte {found}; expected to read up to byte {expected - 1}"
         return CheckpointError(f"{path}: row {row} of {self.name} cannot be read: {what}", file=str(path), row=row)

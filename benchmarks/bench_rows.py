@@ -5,11 +5,13 @@ round asks for other rows, so few that hardly two of them share a read. The driv
 rows lie in, in random order and in order: the better rate counts. `fio`, if it is installed, gives a rate of its own.
 """
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,14 @@ from numpy.typing import NDArray
 
 from freetoken.rows import DiskRowTable, RowFile
 from freetoken.rows._reader import read_spans
+from tests.support.seccomp import RING_SETUP, refuse_calls
 
 ROW_BYTES, OFFSET = 160, 1000
 FILE_BYTES = 4 << 30
 ROWS = (FILE_BYTES - OFFSET) // ROW_BYTES
 SECTOR = 512
-ROUNDS = 7
-COUNTS = {1: 1_500, 16: 10_000, 64: 20_000, 256: 20_000}
+ROUNDS = 9
+COUNTS = {1: 5_000, 16: 10_000, 64: 20_000, 256: 20_000}
 """In flight: rows a round."""
 
 
@@ -85,36 +88,87 @@ def ask_fio(file: Path, depth: int) -> float | None:
     return float(json.loads(done.stdout)["jobs"][0]["read"]["iops"])
 
 
+def open_table(file: Path, depth: int) -> DiskRowTable:
+    return DiskRowTable.open([RowFile(file, OFFSET, ROWS * ROW_BYTES)], ROWS, ROW_BYTES, "U8", depth=depth)
+
+
+def open_without_ring(file: Path, depth: int) -> DiskRowTable:
+    """As where io_uring is refused, which it is in a thread that ends when the table is open."""
+
+    def refuse() -> DiskRowTable:
+        refuse_calls((RING_SETUP,), errno.EPERM)
+        return open_table(file, depth)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(refuse).result()
+
+
+def check(table: DiskRowTable, file: Path, rng: np.random.Generator) -> None:
+    ids = draw(rng, 200)
+    with file.open("rb") as stream:
+        for number, row in zip(ids, table.gather(ids), strict=True):
+            stream.seek(OFFSET + int(number) * ROW_BYTES)
+            assert stream.read(ROW_BYTES) == row.tobytes()
+
+
 @pytest.mark.parametrize("depth", COUNTS)
 def bench_rate(benchmark: Any, file: Path, depth: int) -> None:
-    """Rows a second, and the share of the drive's reads a second in the same round; RAM that a gathering adds."""
+    """Rows a second, and the share of the drive's reads a second in the same round."""
     n, rng = COUNTS[depth], np.random.default_rng(depth)
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    with DiskRowTable.open([RowFile(file, OFFSET, ROWS * ROW_BYTES)], ROWS, ROW_BYTES, "U8", depth=depth) as table:
-        ids = draw(rng, 200)
-        expected = [
-            os.pread(fd_plain := os.open(file, os.O_RDONLY), ROW_BYTES, OFFSET + int(i) * ROW_BYTES) for i in ids
-        ]
-        os.close(fd_plain)
-        assert [row.tobytes() for row in table.gather(ids)] == expected
+    with open_table(file, depth) as table, open_without_ring(file, depth) as by_threads:
         sides = {
             "rows": partial(gather, table, rng, n),
+            "by threads": partial(gather, by_threads, rng, n),
             "drive": partial(read_drive, fd, rng, n, depth, in_order=False),
             "drive in order": partial(read_drive, fd, rng, n, depth, in_order=True),
         }
+        for side in (table, by_threads):
+            check(side, file, rng)
         found = benchmark.pedantic(lambda: compare(sides, ROUNDS, partial(forget, file)), rounds=1)
-        how = table.reading
-        out, many = np.zeros((1 << 20, ROW_BYTES), np.uint8), draw(rng, 1 << 20)
-        before = held_kib("VmRSS")
-        table.gather(many, out)
-        grown = max(held_kib("VmHWM") - before, 0) / 1024
+        how = table.reading, by_threads.reading
     os.close(fd)
     rates = {side: n / found.median(side) for side in sides}
-    share = min(found.ratio("rows", side) for side in sides if side != "rows")
+    shares = {
+        side: min(found.ratio(side, base) for base in ("drive", "drive in order")) for side in ("rows", "by threads")
+    }
     fio = ask_fio(file, depth)
-    benchmark.extra_info.update(rates=rates, share=share, fio=fio, how=how, ram_mib=grown)
-    text = ", ".join(f"{side} {rate:,.0f}/s" for side, rate in rates.items())
-    other = f", fio {fio:,.0f}/s" if fio else ", fio is not installed"
-    print(
-        f"\n{depth:>3} in flight: {text}{other}: {share:.2f} of the drive; 1 Mi rows at once add {grown:.1f} MiB; {how}"
-    )
+    benchmark.extra_info.update(rates=rates, shares=shares, fio=fio, how=how)
+    text = ", ".join(f"{side} {rate:,.0f}" for side, rate in rates.items())
+    other = f"fio {fio:,.0f}" if fio else "fio is not installed"
+    print(f"\n{depth:>3} in flight, reads/s: {text}, {other}")
+    print(f"    of the drive: {shares['rows']:.2f} {how[0]}; {shares['by threads']:.2f} {how[1]}")
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def bench_step(benchmark: Any, file: Path, tokens: int) -> None:
+    """The time of a step's 16 rows a token, by a duty, against that of one read of the drive."""
+    rng = np.random.default_rng(tokens)
+    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    ids, out = np.zeros((tokens, 16), np.int64), np.zeros((tokens, 16, ROW_BYTES), np.uint8)
+    with open_table(file, 256) as table:
+        duty = table.stage(ids, out)
+
+        def step() -> None:
+            ids[...] = draw(rng, ids.size).reshape(ids.shape)
+            duty()
+
+        sides = {"step": step, "read": partial(read_drive, fd, rng, 100, 1, in_order=False)}
+        found = benchmark.pedantic(lambda: compare(sides, 300, lambda: None), rounds=1)
+    os.close(fd)
+    spent, one = sorted(found.seconds["step"]), found.median("read") / 100
+    p50, p99 = spent[len(spent) // 2], spent[len(spent) * 99 // 100]
+    benchmark.extra_info.update(p50=p50, p99=p99, one_read=one)
+    print(f"\n{ids.size} rows: p50 {p50 * 1e6:.0f} us, p99 {p99 * 1e6:.0f} us; one read {one * 1e6:.0f} us")
+
+
+def bench_memory(benchmark: Any, file: Path) -> None:
+    """What a process grows by while it gathers more rows than are sorted at once."""
+    ids, out = draw(np.random.default_rng(0), 600_000), np.ones((600_000, ROW_BYTES), np.uint8)
+    with open_table(file, 256) as table:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here on
+        before = held_kib("VmRSS")
+        benchmark.pedantic(lambda: table.gather(ids, out), rounds=1)
+        grown, held = (held_kib("VmHWM") - before) / 1024, table.held_bytes / 2**20
+    benchmark.extra_info.update(grown_mib=grown, held_mib=held)
+    print(f"\n{ids.size} rows at once: the process grew by {grown:.1f} MiB; the table may hold {held:.1f} MiB")

@@ -51,8 +51,8 @@ class PerLayerEmbedding(torch.nn.Module):
         self.project = torch.nn.Linear(len(ngrams.sizes) * table.width, hidden, bias=False)
 
     def start(self, batch: int) -> torch.Tensor:
-        """What stands before the first tokens of `batch` texts: (B, 2) int64."""
-        return torch.from_numpy(self.ngrams.start(batch))
+        """What stands before the first tokens of `batch` texts: (B, 2) int64, on the device of the weights."""
+        return torch.from_numpy(self.ngrams.start(batch)).to(self.project.weight.device)
 
     def find_rows(self, tokens: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Rows (B, T, heads) int64 of tokens (B, T), by the same arithmetic as `NgramHash.look_up`, on their device."""

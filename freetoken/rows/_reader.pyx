@@ -257,9 +257,9 @@ cdef class Reader:
     def gather(self, const int64_t[::1] ids, uint8_t[::1] out):
         """Write the rows of `ids` (n,) into `out` (n * row_bytes,), in their order.
 
-        Returns None, or what went wrong: (kind, errno, file, row, found, expected). Where kind is BAD_ID, `row` is the id
-        and `found` its place; where ENDED, the file has `found` bytes and `expected` are needed; where FAILED, `found` is
-        the byte that could not be read, and bytes up to `expected` were asked for.
+        Returns None, or what went wrong: (kind, errno, file, row, found, expected). Where kind is BAD_ID, `row` is the
+        id and `found` its place; where ENDED, the file has `found` bytes and `expected` are needed; where FAILED, byte
+        `found` could not be read, and bytes up to `expected` were asked for.
         """
         cdef int64_t n = ids.shape[0]
         assert out.shape[0] == n * self.row_bytes, "room for all rows"

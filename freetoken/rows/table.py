@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Change = Callable[[str, bool, int, int, int], int]
 
 DEPTH = 256
-"""Reads in flight: a fast drive gives what it can from about 128 on."""
+"""Reads in flight: of 1, 16, 64 and 256, the last gives most (`benchmarks/bench_rows.py`)."""
 SLOT_BYTES = 32 << 10
 """Of a read, at the most, if a row is not longer."""
 SLOTS_BYTES = 32 << 20
@@ -190,7 +190,7 @@ class DiskRowTable(RowTable):
                     parts.append((numbers[place.file], first, first + place.nbytes, place.offset))
                     first += place.nbytes
             align = max([PAGE, *(align for _, _, align in files)])
-            slot = max(SLOT_BYTES, -(-self.row_bytes // align) * align) + 2 * align
+            slot = (-(-max(SLOT_BYTES, self.row_bytes) // align) + 2) * align
             fits = min(depth, SLOTS_BYTES // slot)
             return _reader.Reader(files, parts, self.rows, self.row_bytes, fits, slot, align, change)
         except BaseException:

@@ -329,8 +329,9 @@ def test_a_system_without_direct_reads(laid: Laid, monkeypatch: pytest.MonkeyPat
         assert "(this system has none)" in opened.reading
 
 
-@pytest.mark.parametrize(("told", "refused", "expected"), [(4096, 0, 4096), (0, 0, 1), (1 << 20, 0, 1), (-1, 0, 512),
-                                                            (-1, 512, 4096), (-1, 4096, 1)])  # fmt: skip
+@pytest.mark.parametrize(("told", "refused", "expected"), [
+    (4096, 0, 4096), (1 << 16, 0, 1 << 16), (1 << 20, 0, 1), (0, 0, 1), (-1, 0, 512), (-1, 512, 4096), (-1, 4096, 1),
+])  # fmt: skip
 def test_alignment(laid: Laid, monkeypatch: pytest.MonkeyPatch, told: int, refused: int, expected: int) -> None:
     """Of direct reads: as the kernel tells, and tried where it does not; refused: all up to so many bytes are."""
     path = Path(laid.files[0].file)

@@ -558,8 +558,8 @@ def test_several_threads(laid: Laid, change: Change | None) -> None:
 
 def test_others_run_while_rows_are_read(tmp_path: Path) -> None:
     """The reader has no use for the interpreter's lock, neither sorting nor waiting."""
-    laid = lay_plainly(tmp_path, 1000, 64)
-    ids = np.random.default_rng(0).integers(0, 1000, 3 * SORTED)
+    laid = lay_plainly(tmp_path, 1000, 8)
+    ids = np.random.default_rng(0).integers(0, 1000, 6 * SORTED)
     state: list[str] = []
     with open_table(laid) as opened:
         opened.gather(ids[:SORTED])
@@ -569,7 +569,7 @@ def test_others_run_while_rows_are_read(tmp_path: Path) -> None:
             opened._reader.gather(ids, out)  # type: ignore[union-attr]
             state.append("done")
 
-        out = np.empty(ids.size * 64, np.uint8)
+        out = np.empty(ids.size * 8, np.uint8)
         thread = threading.Thread(target=read)
         thread.start()
         seen = 0
@@ -577,7 +577,7 @@ def test_others_run_while_rows_are_read(tmp_path: Path) -> None:
             seen += state[-1:] == ["reads"]
             time.sleep(0.0005)
         thread.join()
-    assert seen > 20
+    assert seen > 4, "a thread that kept the lock would be seen at most when it begins"
 
 
 @needs_linux

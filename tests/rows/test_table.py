@@ -528,7 +528,9 @@ def test_closing_while_reading(tmp_path: Path, change: Change | None) -> None:
     threads[0].start()
     assert reached.wait(20)
     threads[1].start()
-    while not is_stopping(opened):
+    for _ in range(20_000):
+        if is_stopping(opened):
+            break
         time.sleep(0.001)
     threads[2].start()
     assert order == []

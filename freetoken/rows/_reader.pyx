@@ -66,7 +66,9 @@ cdef enum:
     MAX_ENTRIES = 1 << 19    # ids that are sorted at once: 16 MiB
     BUCKETS = 4096           # into which more ids than that are counted
     PAGE = 4096
-    GAP = 4096               # bytes between rows that are read rather than skipped: a disk takes as long for either
+    # Bytes between rows that are read, not skipped: a virtual disk took as long for 4 KiB as for 512 bytes, and 1.1 to
+    # 1.4 times as long for 8 KiB, 16 and 256 in flight.
+    GAP = 4096
     AGAIN = 1000             # times that a read is made again because the system had no room for it
     SIGNALS = 1024           # reads between two looks for signals
 

@@ -62,17 +62,25 @@ class PerLayerEmbedding(torch.nn.Module):
     def look_up(self, rows: torch.Tensor) -> torch.Tensor:
         """The values of rows (..., heads) side by side: (..., heads * width) fp32, on the device of `rows`."""
         ids = rows.cpu().numpy()
-        codes = torch.from_numpy(self.table.gather(ids)).view(DTYPES[self.table.dtype])
-        values = codes.float() * torch.from_numpy(self.table.gather_scales(ids)).unsqueeze(-1)
-        return values.flatten(-2).to(rows.device)
+        codes = torch.from_numpy(self.table.gather(ids))
+        return self.decode(codes, torch.from_numpy(self.table.gather_scales(ids))).to(rows.device)
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The values of rows (..., heads, row_bytes) uint8 with scales (..., heads): (..., heads * width) fp32."""
+        values = codes.view(DTYPES[self.table.dtype]).float() * scales.unsqueeze(-1)
+        return values.flatten(-2)
 
     def forward(
         self, hidden: torch.Tensor, tokens: torch.Tensor, previous: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden (B, T, H) with what the tokens (B, T) add, and the two tokens to pass with the next ones."""
         values = self.look_up(self.find_rows(tokens, previous))
+        return self.add(hidden, values), torch.cat([previous, tokens], dim=-1)[..., -2:]
+
+    def add(self, hidden: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """hidden (..., H) with values (..., heads * width) projected and added."""
         added: torch.Tensor = self.project(values.to(self.project.weight.dtype))
-        return hidden + added.to(hidden.dtype), torch.cat([previous, tokens], dim=-1)[..., -2:]
+        return hidden + added.to(hidden.dtype)
 
 
 def as_table(rows: torch.Tensor, scale: float | torch.Tensor | None = None) -> MemoryRowTable:

@@ -64,7 +64,7 @@ class StepRows:
 
 
 class GraphRows:
-    """One graph's part: `ask` early in it, `bring` where the rows are needed. duty: for `Steps.bind`, None with gate."""
+    """One graph's part: `ask` early in it, `bring` where rows are needed. duty: for `Steps.bind`, None with gate."""
 
     def __init__(self, rows: StepRows, bell: Flag, answer: Flag) -> None:
         self._rows, self._bell, self._answer = rows, bell, answer

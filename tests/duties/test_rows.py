@@ -134,9 +134,9 @@ def test_a_row_that_is_not_there(tables: dict[str, RowTable], sync: str) -> None
     decoder.run(2)
     decoder.model.rows.find_rows = lambda tokens, previous: decoder.ids.new_full(decoder.ids.shape, N)  # type: ignore
     if sync == "wait":
-        with pytest.raises(StepError, match=r"step 3: layer 1, rows of a table failed: RowError: .* was read") as caught:
+        with pytest.raises(StepError, match=r"step 3: layer 1, rows of a table failed: RowError: .* was read") as found:
             decoder.run(1)
-        assert isinstance(caught.value.__cause__, RowError)
+        assert isinstance(found.value.__cause__, RowError)
     else:
         with pytest.raises(RowError, match="nothing was read"):
             decoder.rows.fill(torch.full((BATCH, 1, len(NGRAMS.sizes)), N))

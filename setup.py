@@ -23,7 +23,7 @@ setup(
             Extension(
                 ".".join(path.with_suffix("").parts),
                 [str(path)],
-                include_dirs=["freetoken/checkpoint", "freetoken/duties", "freetoken/kernels", "freetoken/memory"],
+                include_dirs=sorted({str(Path(header).parent) for header in HEADERS}),
                 depends=HEADERS,
                 extra_compile_args=["-O3", "-g0", *OPENMP],  # debug sections would be four fifths of a wheel's code
                 extra_link_args=OPENMP,

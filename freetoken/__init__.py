@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 from freetoken.errors import (
     CapacityError,
     CheckpointError,
+    ClosedError,
     ConfigError,
     FormatError,
     FreeTokenError,
+    RowError,
     UnsupportedError,
 )
 
@@ -38,9 +40,11 @@ except importlib.metadata.PackageNotFoundError:  # run from a checkout that was 
 __all__ = [
     "CapacityError",
     "CheckpointError",
+    "ClosedError",
     "ConfigError",
     "FormatError",
     "FreeTokenError",
+    "RowError",
     "UnsupportedError",
     "__version__",
     "attach",

@@ -54,8 +54,24 @@ class FormatError(FreeTokenError, ValueError):
 class CheckpointError(FreeTokenError, ValueError):
     """A checkpoint is damaged, incomplete, contradicts itself, or holds something this library cannot read."""
 
-    def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None) -> None:
-        super().__init__(message, file=file, tensor=tensor)
+    def __init__(
+        self, message: str, *, file: str | None = None, tensor: str | None = None, row: int | None = None
+    ) -> None:
+        super().__init__(message, file=file, tensor=tensor, row=row)
+
+
+class RowError(FreeTokenError, IndexError):
+    """A row that a table does not have was asked for."""
+
+    def __init__(self, message: str, *, row: int, rows: int) -> None:
+        super().__init__(message, row=row, rows=rows)
+
+
+class ClosedError(FreeTokenError, ValueError):
+    """Something was used after it was closed, or closed while it was used."""
+
+    def __init__(self, message: str, *, what: str) -> None:
+        super().__init__(message, what=what)
 
 
 class CapacityError(FreeTokenError, MemoryError):

@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"kernels"},
     {"banks", "checkpoint"},
     {"executor"},
-    {"device", "duties", "rowtable"},
+    {"device", "duties", "rows"},
     {"cache", "gpu", "offload"},
     {"bandwidth", "planner"},
     {"graph"},

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 CALLS = {"x86_64": (237, 238, 239, 256, 279), "aarch64": (235, 236, 237, 238, 239)}
 """mbind, set_mempolicy, get_mempolicy, migrate_pages and move_pages."""
+RING_SETUP, RING_ENTER = 425, 426
+"""io_uring_setup and io_uring_enter, of both."""
 
 _NO_NEW_PRIVS, _SECCOMP, _FILTER_MODE = 38, 22, 2
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06

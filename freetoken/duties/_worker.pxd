@@ -16,6 +16,7 @@ cdef extern from "worker.h" nogil:
         pass
     int ft_event_look(const ft_event *e)
     void ft_event_wait(ft_event *e, int seen, int spins)
+    int ft_event_wait_for(ft_event *e, int seen, int ms)
     void ft_pause()
     ctypedef struct ft_duty:
         uint32_t *bell
@@ -81,5 +82,6 @@ cdef class Worker:
     cdef readonly int stuck     # drivers that were replaced and are still at their work
     cdef void drive(self, uint32_t driver, ft_gate *gate, int n) noexcept nogil
     cdef void work(self, const ft_turn *turn, ft_gate *gate, int n) noexcept nogil
+    cdef void rest(self, int seen) noexcept nogil
     cdef void forget(self) noexcept
     cdef bint stopping(self) noexcept nogil

@@ -15,6 +15,7 @@ cdef extern from "team.h" nogil:
 cdef enum:
     IDLE_SPINS = 2000       # before a worker that has nothing to do sleeps
     NAP_US = 50
+    FORGET_MS = 100
 
 PHASES = ("idle", "bell", "empty", "run", "answer")
 """What a worker waits for: a step; the device's bell; the device, to take the last answer; its own work; nothing."""
@@ -139,16 +140,7 @@ cdef class Worker:
             elif self.stopping():
                 return
             elif phase == FT_IDLE:
-                if self.held:
-                    waited = 0
-                    while waited < IDLE_SPINS and ft_event_look(&self.w.wake) == seen:
-                        waited += 1
-                        ft_pause()
-                    if waited == IDLE_SPINS:
-                        with gil:
-                            self.forget()
-                else:
-                    ft_event_wait(&self.w.wake, seen, 0)
+                self.rest(seen)
             elif moves != self.w.moves:
                 moves, waited = self.w.moves, 0
             elif waited < self.patience:
@@ -156,6 +148,22 @@ cdef class Worker:
                 ft_pause()
             else:
                 usleep(NAP_US)
+
+    cdef void rest(self, int seen) noexcept nogil:
+        """Wait for the next step: spin, sleep, and after a while let go of the last one."""
+        cdef int waited = 0
+        while waited < IDLE_SPINS:
+            if ft_event_look(&self.w.wake) != seen:
+                return
+            waited += 1
+            ft_pause()
+        if self.held:
+            # not at once: the GIL may be somebody's for milliseconds, in which a step may come
+            if not ft_event_wait_for(&self.w.wake, seen, FORGET_MS):
+                with gil:
+                    self.forget()
+        else:
+            ft_event_wait(&self.w.wake, seen, 0)
 
     cdef void forget(self) noexcept:
         """Let go of what was done, which may hold what owns this worker."""

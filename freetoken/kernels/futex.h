@@ -7,6 +7,7 @@
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 #endif
 
@@ -18,12 +19,13 @@ static inline void ft_pause(void) {
 #endif
 }
 
-/* Sleep if the word still is `seen`, until it is woken; may return sooner. */
-static inline void ft_sleep(int *word, int seen) {
+/* Sleep if the word still is `seen`, until it is woken or so many milliseconds are over (0: never); may return sooner. */
+static inline void ft_sleep(int *word, int seen, int ms) {
 #if defined(__linux__) && defined(SYS_futex)
-    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    const struct timespec limit = {ms / 1000, ms % 1000 * 1000000L};
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, ms ? &limit : NULL, NULL, 0);
 #else
-    (void)word, (void)seen;
+    (void)word, (void)seen, (void)ms;
     sched_yield();
 #endif
 }
@@ -59,7 +61,15 @@ static inline void ft_event_wait(ft_event *e, int seen, int spins) {
         ft_pause();
     }
     __atomic_add_fetch(&e->sleepers, 1, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&e->count, __ATOMIC_SEQ_CST) == seen) ft_sleep(&e->count, seen);
+    while (__atomic_load_n(&e->count, __ATOMIC_SEQ_CST) == seen) ft_sleep(&e->count, seen, 0);
     __atomic_sub_fetch(&e->sleepers, 1, __ATOMIC_RELAXED);
+}
+
+/* The same asleep, for some milliseconds at most. Whether it happened. */
+static inline int ft_event_wait_for(ft_event *e, int seen, int ms) {
+    __atomic_add_fetch(&e->sleepers, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&e->count, __ATOMIC_SEQ_CST) == seen) ft_sleep(&e->count, seen, ms);
+    __atomic_sub_fetch(&e->sleepers, 1, __ATOMIC_RELAXED);
+    return __atomic_load_n(&e->count, __ATOMIC_SEQ_CST) != seen;
 }
 #endif

@@ -6,9 +6,10 @@ A graph is captured once, by a function that puts operations on streams, and lau
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from freetoken.errors import DeviceError
 
 FLAG_WORDS = 16
 """Words of 32 bits between two flags: each is alone on its cache line."""
@@ -68,6 +71,32 @@ class Actor(Protocol):
 def start_thread(actor: Actor) -> None:
     """A thread that does not keep the process alive."""
     threading.Thread(target=actor.run, name=actor.name, daemon=True).start()
+
+
+class _Thread(threading.local):
+    runs_duty = False
+
+
+_THREAD = _Thread()
+
+
+@contextlib.contextmanager
+def running_duty() -> Iterator[None]:
+    """Around the work of a duty, by the worker that does it: this thread must not call a device."""
+    _THREAD.runs_duty = True
+    try:
+        yield
+    finally:
+        _THREAD.runs_duty = False
+
+
+def refuse_in_duty(operation: str, error: type[DeviceError] = DeviceError) -> None:
+    """Raise `error` in a thread that runs the work of a duty."""
+    if _THREAD.runs_duty:
+        raise error(
+            f"the work of a duty called {operation}: that may block behind a graph which waits for this duty",
+            operation=operation,
+        )
 
 
 class Clock(Protocol):

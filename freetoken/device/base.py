@@ -131,6 +131,14 @@ def make_flags(n: int, memory: NDArray[np.uint8] | None = None) -> list[Flag]:
     return [Flag(words[i], i) for i in range(n)]
 
 
+def check_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise `ValueError` unless one can be copied to the other as it lies."""
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise ValueError(f"copy of {source.shape} {source.dtype} to {target.shape} {target.dtype}")
+    if not (target.is_contiguous() and source.is_contiguous()):
+        raise ValueError(f"copy of strides {source.stride()} to {target.stride()}, expected contiguous tensors")
+
+
 @dataclass(frozen=True)
 class Waits:
     """How a graph waits for the host, for reports: by "memory" operations or by "host function", and why."""
@@ -146,7 +154,7 @@ class Stream(Protocol):
         """Run what `work` enqueues on this stream; cost: what a simulated device takes for it, in seconds."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between tensors of the same shape and type, one of which may be registered host memory."""
+        """Copy between contiguous tensors of the same shape and type, one of which may be registered host memory."""
 
     def ring(self, flag: Flag, answered: bool = False) -> None:
         """Count the flag up by 2, after all before; its lowest bit says whether nothing is left to do."""

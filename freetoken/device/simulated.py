@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from freetoken.device.base import Actor, Flag, Stream, Waits, make_flags, refuse_in_duty
+from freetoken.device.base import Actor, Flag, Stream, Waits, check_copy, make_flags, refuse_in_duty
 from freetoken.device.sharing import Flow, Sharing
 from freetoken.errors import DeviceError
 
@@ -126,8 +126,7 @@ class SimulatedStream:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `Stream`."""
-        if target.shape != source.shape or target.dtype != source.dtype:
-            raise ValueError(f"copy of {source.shape} {source.dtype} to {target.shape} {target.dtype}")
+        check_copy(target, source)
         device = self._device
 
         def start(done: Callable[[], None]) -> None:

@@ -38,7 +38,7 @@ LAZY = {"", "cli"}
 
 CORE = LEVEL["integration"]
 """Below this layer nothing imports the packages named here, except the units that exist for one of them."""
-KEPT_OUT = {"transformers": set[str](), "triton": {"gpu"}}
+KEPT_OUT = {"transformers": set[str](), "triton": {"gpu"}, "cuda": {"device"}}
 
 CIMPORT = re.compile(
     r"""^[ \t]* (?: from [ \t]+ ([\w.]+) [ \t]+ c?import [ \t]+ (\([^)]*\) | [^\n]*) | c?import [ \t]+ ([^\n]*) )""",

@@ -6,9 +6,10 @@ A graph is captured once, by a function that puts operations on streams, and lau
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from freetoken.errors import DeviceError
 
 FLAG_WORDS = 16
 """Words of 32 bits between two flags: each is alone on its cache line."""
@@ -70,6 +73,32 @@ def start_thread(actor: Actor) -> None:
     threading.Thread(target=actor.run, name=actor.name, daemon=True).start()
 
 
+class _Thread(threading.local):
+    runs_duty = False
+
+
+_THREAD = _Thread()
+
+
+@contextlib.contextmanager
+def running_duty() -> Iterator[None]:
+    """Around the work of a duty, by the worker that does it: this thread must not call a device."""
+    _THREAD.runs_duty = True
+    try:
+        yield
+    finally:
+        _THREAD.runs_duty = False
+
+
+def refuse_in_duty(operation: str, error: type[DeviceError] = DeviceError) -> None:
+    """Raise `error` in a thread that runs the work of a duty."""
+    if _THREAD.runs_duty:
+        raise error(
+            f"the work of a duty called {operation}: that may block behind a graph which waits for this duty",
+            operation=operation,
+        )
+
+
 class Clock(Protocol):
     """Time as everything that belongs to a device sees it, in seconds."""
 
@@ -102,6 +131,14 @@ def make_flags(n: int, memory: NDArray[np.uint8] | None = None) -> list[Flag]:
     return [Flag(words[i], i) for i in range(n)]
 
 
+def check_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise `ValueError` unless one can be copied to the other as it lies."""
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise ValueError(f"copy of {source.shape} {source.dtype} to {target.shape} {target.dtype}")
+    if not (target.is_contiguous() and source.is_contiguous()):
+        raise ValueError(f"copy of strides {source.stride()} to {target.stride()}, expected contiguous tensors")
+
+
 @dataclass(frozen=True)
 class Waits:
     """How a graph waits for the host, for reports: by "memory" operations or by "host function", and why."""
@@ -117,7 +154,7 @@ class Stream(Protocol):
         """Run what `work` enqueues on this stream; cost: what a simulated device takes for it, in seconds."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between tensors of the same shape and type, one of which may be registered host memory."""
+        """Copy between contiguous tensors of the same shape and type, one of which may be registered host memory."""
 
     def ring(self, flag: Flag, answered: bool = False) -> None:
         """Count the flag up by 2, after all before; its lowest bit says whether nothing is left to do."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from freetoken.device.base import Actor, Flag, Stream, Waits, make_flags
+from freetoken.device.base import Actor, Flag, Stream, Waits, check_copy, make_flags, refuse_in_duty
 from freetoken.device.sharing import Flow, Sharing
 from freetoken.errors import DeviceError
 
@@ -126,8 +126,7 @@ class SimulatedStream:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `Stream`."""
-        if target.shape != source.shape or target.dtype != source.dtype:
-            raise ValueError(f"copy of {source.shape} {source.dtype} to {target.shape} {target.dtype}")
+        check_copy(target, source)
         device = self._device
 
         def start(done: Callable[[], None]) -> None:
@@ -245,7 +244,6 @@ class SimulatedDevice:
         self._sharing = Sharing({"link": self.speeds.link_bps, "host": self.speeds.host_bps})
         self._flows: dict[Flow, Callable[[], None]] = {}
         self._sharing_version = 0
-        self._in_work = False
         self._spent = (0.0, 0)
         self._faults: dict[str, int] = {}
         self._lost = False
@@ -284,21 +282,21 @@ class SimulatedDevice:
     @contextlib.contextmanager
     def register(self, memory: NDArray[Any]) -> Iterator[None]:
         """See `Device`."""
-        self._enter("register")
+        refuse_in_duty("register", SimulatedHangError)
         if self.take_fault("register"):
             raise DeviceError(f"{memory.nbytes} bytes cannot be registered: simulated fault", operation="register")
         yield
 
     def capture(self, build: Callable[[Stream], None]) -> SimulatedGraph:
         """See `Device`."""
-        self._enter("capture")
+        refuse_in_duty("capture", SimulatedHangError)
         nodes: list[_Node] = []
         build(SimulatedStream(self, nodes))
         return SimulatedGraph(nodes)
 
     def launch(self, graph: SimulatedGraph) -> None:
         """See `Device`."""
-        self._enter("launch")
+        refuse_in_duty("launch", SimulatedHangError)
         if self.take_fault("launch"):
             raise DeviceError("launch failed: simulated fault", operation="launch")
         if self._lost:
@@ -317,7 +315,7 @@ class SimulatedDevice:
 
     def is_idle(self) -> bool:
         """See `Device`."""
-        self._enter("is_idle")
+        refuse_in_duty("is_idle", SimulatedHangError)
         if self._lost:
             raise DeviceError("the device is lost: simulated fault", operation="is_idle", lost=True)
         return not self._runs
@@ -374,13 +372,6 @@ class SimulatedDevice:
             if not self._events or self.time > end:
                 raise SimulatedHangError(f"{operation} blocks for ever; {self.describe()}", operation=operation)
             self._happen()
-
-    def _enter(self, operation: str) -> None:
-        if self._in_work:
-            raise SimulatedHangError(
-                f"the work of a duty called {operation}: that may block behind a graph which waits for this duty",
-                operation=operation,
-            )
 
     def _deliver_interrupt(self) -> None:
         interrupt, self.interrupt = self.interrupt, None
@@ -475,9 +466,7 @@ class SimulatedDevice:
         if turn is not None:
             driven.busy = True
             self._spent = (0.0, 0)
-            self._in_work = True
             worker.call(*turn)
-            self._in_work = False
             seconds, nbytes = self._spent
             if seconds != float("inf"):  # else it never returns
                 self.later(

@@ -9,6 +9,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 from posix.unistd cimport usleep
 
+from freetoken.device.base import running_duty
+
 cdef extern from "team.h" nogil:
     int ft_team_size()
 
@@ -200,7 +202,8 @@ cdef class Worker:
                 with nogil:
                     ft_gate_run(&gate, task, 1)
             else:
-                duty.work()
+                with running_duty():
+                    duty.work()
         except BaseException as error:
             if self.on_failure is not None:
                 self.on_failure(duty, number, error)

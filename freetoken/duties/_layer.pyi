@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,6 +7,7 @@ from freetoken.duties._worker import TeamWork
 from freetoken.kernels._experts import ExpertLayer, Scratch
 from freetoken.kernels._shards import ShardedLayer
 
+@final
 class LayerWork(TeamWork):
     def __new__(
         cls,

@@ -1,4 +1,7 @@
 from collections.abc import Callable, Iterable
+from typing import final
+
+from typing_extensions import disjoint_base
 
 from freetoken.duties.duty import Duty
 
@@ -7,15 +10,18 @@ RING: int
 ANSWERED: int
 MAX_STEPS: int
 
+@disjoint_base
 class TeamWork:
     def __new__(cls, *args: object, **kwargs: object) -> TeamWork: ...
 
+@final
 class Line:
     def __new__(cls, duties: Iterable[Duty]) -> Line: ...
     @property
     def kept(self) -> tuple[Duty, ...]: ...
     def __len__(self) -> int: ...
 
+@final
 class Worker:
     on_failure: Callable[[Duty, int, BaseException], object] | None
     def __new__(

@@ -11,8 +11,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from freetoken.kernels._experts cimport (
-    ExpertLayer, Scratch, down, ft_barrier_arrive, ft_barrier_finish, ft_barrier_wait, gate_up, job, prepare_tokens, room,
-    set_input, share_out, sort_routes, take, take_all, take_common, take_own, vectors_of,
+    ExpertLayer, Scratch, down, ft_barrier_arrive, ft_barrier_finish, ft_barrier_wait, gate_up, job, prepare_tokens,
+    room, set_input, share_out, sort_routes, take, take_all, take_common, take_own, vectors_of,
 )
 
 cdef extern from "team.h" nogil:

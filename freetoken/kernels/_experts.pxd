@@ -8,8 +8,6 @@ from freetoken.kernels._isa cimport ft_kernel
 cdef extern from "barrier.h" nogil:
     ctypedef struct ft_barrier:
         pass
-    int ft_barrier_arrive(ft_barrier *b, int n)
-    void ft_barrier_finish(ft_barrier *b, int seen)
     void ft_barrier_wait(ft_barrier *b, int n)
 
 
@@ -63,8 +61,7 @@ cdef struct job:
     void *y
     bint x_bf16, y_bf16
     # Scratch.
-    uint8_t *prepared       # tokens x gate_up.vector_bytes, or one for each thread
-    bint own_vectors
+    uint8_t *prepared       # tokens x gate_up.vector_bytes
     uint8_t *prepared_many  # the same as the tile function for many wants them; `prepared` if that is the same
     uint8_t *hidden         # routes x down.vector_bytes
     float *sums             # for each thread: tokens x a run of tiles x 16
@@ -98,10 +95,7 @@ cdef void layer(job *j, int thread, int n_threads) noexcept nogil
 # What it consists of.
 cdef void share_out(job *j, int thread, int n_threads) noexcept nogil
 cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil
-cdef uint8_t *vectors_of(const job *j, int thread) noexcept nogil
-cdef void gate_up(
-    job *j, int thread, int n_threads, const uint8_t *prepared, ft_barrier *begun, int seen
-) noexcept nogil
+cdef void gate_up(job *j, int thread, int n_threads) noexcept nogil
 cdef void down(job *j, int thread, int n_threads) noexcept nogil
 
 
@@ -118,7 +112,7 @@ cdef bint set_input(
 ) except -1
 cdef bint take_all(room *r, Scratch scratch) except -1
 cdef uint8_t *take(room *r, size_t nbytes) noexcept nogil
-cdef void take_common(room *r, job *j, size_t routes, size_t experts, int n_threads) noexcept nogil
+cdef void take_common(room *r, job *j, size_t routes, size_t experts) noexcept nogil
 cdef void take_own(room *r, job *j, size_t routes, int n_threads) noexcept nogil
 cdef void cut_room(room *r, job *j, size_t routes, size_t experts, int n_threads) noexcept nogil
 cdef int sort_routes(job *j, const int32_t[:, ::1] ids, const float[:, ::1] weights, size_t experts) except -1

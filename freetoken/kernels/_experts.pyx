@@ -136,18 +136,10 @@ cdef void prepare(
         )
 
 
-cdef uint8_t *vectors_of(const job *j, int thread) noexcept nogil:
-    """The prepared tokens that a thread uses: those of all, or a single one that it prepared itself."""
-    return j.prepared + (thread * j.gate_up.vector_bytes if j.own_vectors else 0)
-
-
 cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil:
-    """A share of all tokens; a single one each thread prepares by itself, sooner than it could wait for others."""
     cdef ptrdiff_t width = j.gate_up.k, per_token = units_of(j, j.gate_up.k)
     cdef ptrdiff_t units = j.tokens * per_token
-    cdef ptrdiff_t at = 0 if j.own_vectors else units * thread // n_threads
-    cdef ptrdiff_t stop = units if j.own_vectors else units * (thread + 1) // n_threads
-    cdef uint8_t *vectors = vectors_of(j, thread)
+    cdef ptrdiff_t at = units * thread // n_threads, stop = units * (thread + 1) // n_threads
     cdef ptrdiff_t token, first, n, k
     cdef float *row = j.rows + thread * j.rows_stride
     cdef const float *x
@@ -166,7 +158,7 @@ cdef void prepare_tokens(const job *j, int thread, int n_threads) noexcept nogil
         if j.rounding == ROUND_FP8:
             ft_round_fp8(x, n, row)
             x = row
-        prepare(j, x, first, n, width, False, vectors + token * j.gate_up.vector_bytes)
+        prepare(j, x, first, n, width, False, j.prepared + token * j.gate_up.vector_bytes)
         if j.prepared_many != j.prepared:
             prepare(j, x, first, n, width, True, j.prepared_many + token * j.gate_up.vector_bytes)
         at += units_of(j, n)
@@ -255,7 +247,6 @@ cdef inline void multiply(
 
 cdef struct desk:
     # What a thread works with in `gate_up`.
-    const uint8_t *prepared
     float *h            # a chunk's hidden values
     uint8_t *panel      # prepared vectors of `group`, one after the other
     ptrdiff_t group     # -1: of none
@@ -291,7 +282,7 @@ cdef void gate_up_chunk(
             fill_panel(j, group, d)
             found = find_vectors(j, d.panel, m.vector_bytes, NULL, 0, stop - route, x)
         else:
-            found = find_vectors(j, d.prepared, m.vector_bytes, j.token, route, stop, x)
+            found = find_vectors(j, j.prepared, m.vector_bytes, j.token, route, stop, x)
         for t in range(first, last):
             w = record + m.offset + 2 * t * m.tile_bytes
             multiply(j, m, w, x, found, gate)
@@ -345,17 +336,11 @@ cdef inline ptrdiff_t panel_bytes(const job *j) noexcept nogil:
     return FT_MANY * j.gate_up.vector_bytes if j.kernel.many != NULL else 0
 
 
-cdef void gate_up(
-    job *j, int thread, int n_threads, const uint8_t *prepared, ft_barrier *begun, int seen
-) noexcept nogil:
-    """Each thread takes its own chunks, then those of threads that are late.
-
-    begun, seen: all queues are filled when this barrier is passed, which a single token need not wait for before.
-    """
+cdef void gate_up(job *j, int thread, int n_threads) noexcept nogil:
+    """Each thread takes its own chunks, then those of threads that are late."""
     cdef ptrdiff_t chunks = chunks_of(j), chunk_tiles = tiles_of_chunk(j), chunk
     cdef int other
     cdef desk d
-    d.prepared = prepared
     d.h = j.rows + thread * j.rows_stride
     d.panel = j.panels + thread * panel_bytes(j)
     d.group = -1
@@ -364,8 +349,6 @@ cdef void gate_up(
         while chunk >= 0:
             gate_up_chunk(j, chunk // chunks, chunk % chunks, chunk_tiles, &d)
             chunk = ft_queue_take(&j.queues[2 * ((thread + other) % n_threads)])
-        if other == 0:
-            ft_barrier_finish(begun, seen)
 
 
 cdef inline ptrdiff_t tiles_of_run(const job *j, int n_threads) noexcept nogil:
@@ -432,13 +415,10 @@ cdef void down(job *j, int thread, int n_threads) noexcept nogil:
 
 
 cdef void layer(job *j, int thread, int n_threads) noexcept nogil:
-    cdef int seen
     share_out(j, thread, n_threads)
     prepare_tokens(j, thread, n_threads)
-    seen = ft_barrier_arrive(&j.barrier, n_threads)
-    if not j.own_vectors:
-        ft_barrier_finish(&j.barrier, seen)
-    gate_up(j, thread, n_threads, vectors_of(j, thread), &j.barrier, seen)
+    ft_barrier_wait(&j.barrier, n_threads)
+    gate_up(j, thread, n_threads)
     ft_barrier_wait(&j.barrier, n_threads)
     down(j, thread, n_threads)
 
@@ -614,10 +594,9 @@ cdef uint8_t *take(room *r, size_t nbytes) noexcept nogil:
     return at
 
 
-cdef void take_common(room *r, job *j, size_t routes, size_t experts, int n_threads) noexcept nogil:
+cdef void take_common(room *r, job *j, size_t routes, size_t experts) noexcept nogil:
     """What is the same for all shards."""
-    j.own_vectors = j.tokens == 1
-    j.prepared = j.prepared_many = take(r, (n_threads if j.own_vectors else j.tokens) * j.gate_up.vector_bytes)
+    j.prepared = j.prepared_many = take(r, j.tokens * j.gate_up.vector_bytes)
     if j.kernel.act == FT_INT15 and takes_many(j, routes):
         j.prepared_many = take(r, j.tokens * j.gate_up.vector_bytes)
     j.expert = <int32_t *> take(r, (experts + routes // FT_MANY) * sizeof(int32_t))
@@ -642,7 +621,7 @@ cdef void take_own(room *r, job *j, size_t routes, int n_threads) noexcept nogil
 
 cdef void cut_room(room *r, job *j, size_t routes, size_t experts, int n_threads) noexcept nogil:
     """All of a layer in one piece."""
-    take_common(r, j, routes, experts, n_threads)
+    take_common(r, j, routes, experts)
     take_own(r, j, routes, n_threads)
 
 

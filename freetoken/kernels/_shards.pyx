@@ -11,8 +11,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from freetoken.kernels._experts cimport (
-    ExpertLayer, Scratch, down, ft_barrier_arrive, ft_barrier_finish, ft_barrier_wait, gate_up, job, prepare_tokens,
-    room, set_input, share_out, sort_routes, take, take_all, take_common, take_own, vectors_of,
+    ExpertLayer, Scratch, down, ft_barrier_wait, gate_up, job, prepare_tokens, room, set_input, share_out, sort_routes,
+    take, take_all, take_common, take_own,
 )
 
 cdef extern from "team.h" nogil:
@@ -48,7 +48,7 @@ cdef void add_shards(const sharded_job *s, int thread, int n_threads) noexcept n
 cdef void sharded_layer(sharded_job *s, int thread, int n_threads) noexcept nogil:
     cdef bint planned = n_threads == s.threads
     cdef ptrdiff_t k, first = 0, last = s.shards
-    cdef int rank = thread, size = n_threads, seen
+    cdef int rank = thread, size = n_threads
     if planned:
         # thread 0 is the caller's own, and not ours to keep anywhere
         if thread and s.keys[thread]:
@@ -58,11 +58,9 @@ cdef void sharded_layer(sharded_job *s, int thread, int n_threads) noexcept nogi
     for k in range(first, last):
         share_out(&s.jobs[k], rank, size)
     prepare_tokens(&s.jobs[0], thread, n_threads)
-    seen = ft_barrier_arrive(&s.barrier, n_threads)
-    if not s.jobs[0].own_vectors:
-        ft_barrier_finish(&s.barrier, seen)
+    ft_barrier_wait(&s.barrier, n_threads)
     for k in range(first, last):
-        gate_up(&s.jobs[k], rank, size, vectors_of(&s.jobs[0], thread), &s.barrier, seen)
+        gate_up(&s.jobs[k], rank, size)
     ft_barrier_wait(&s.barrier, n_threads)
     for k in range(first, last):
         down(&s.jobs[k], rank, size)
@@ -73,14 +71,14 @@ cdef void sharded_layer(sharded_job *s, int thread, int n_threads) noexcept nogi
 cdef void share_common(job *j, const job *first) noexcept nogil:
     """The input, routes and prepared vectors of another shard; they are the same for all."""
     j.x, j.x_bf16, j.tokens = first.x, first.x_bf16, first.tokens
-    j.prepared, j.prepared_many, j.own_vectors = first.prepared, first.prepared_many, first.own_vectors
+    j.prepared, j.prepared_many = first.prepared, first.prepared_many
     j.expert, j.start, j.token, j.weight = first.expert, first.start, first.token, first.weight
 
 
 cdef void cut_sharded_room(room *r, sharded_job *s, size_t routes, size_t experts, int n_threads) noexcept nogil:
     """Working memory of all shards; each has an fp32 output of its own."""
     cdef ptrdiff_t k
-    take_common(r, s.jobs, routes, experts, n_threads)
+    take_common(r, s.jobs, routes, experts)
     for k in range(s.shards):
         if k:
             share_common(&s.jobs[k], s.jobs)

@@ -15,20 +15,14 @@ typedef struct {
     ft_event phase;
 } ft_barrier;
 
-/* Says that this thread is there, and returns what it has to finish with before it comes to a barrier again. */
-static inline int ft_barrier_arrive(ft_barrier *b, int n) {
-    const int seen = ft_event_look(&b->phase);
+static inline void ft_barrier_wait(ft_barrier *b, int n) {
+    if (n <= 1) return;
+    const int phase = ft_event_look(&b->phase);
     if (__atomic_add_fetch(&b->arrived, 1, __ATOMIC_ACQ_REL) == n) {
         __atomic_store_n(&b->arrived, 0, __ATOMIC_RELAXED);
         ft_event_signal(&b->phase);
+        return;
     }
-    return seen;
-}
-
-/* Returns when all are there. */
-static inline void ft_barrier_finish(ft_barrier *b, int seen) { ft_event_wait(&b->phase, seen, FT_SPINS); }
-
-static inline void ft_barrier_wait(ft_barrier *b, int n) {
-    if (n > 1) ft_barrier_finish(b, ft_barrier_arrive(b, n));
+    ft_event_wait(&b->phase, phase, FT_SPINS);
 }
 #endif

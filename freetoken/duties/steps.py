@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from freetoken import settings
@@ -50,11 +51,15 @@ class StepGraph:
 class Steps:
     """Launches steps on a device and sees that they end.
 
-    workers: started here, stopped by `close`. deadline: seconds without progress until a step is given up; 0 for
-    none, None for FREETOKEN_STEP_DEADLINE. `launch` and `wait` are for one thread at a time, `cancel` is for any.
+    workers: of these steps only, started here, stopped by `close`. deadline: seconds without progress until a step is
+    given up; 0 for none, None for FREETOKEN_STEP_DEADLINE. `launch` and `wait` are for one thread at a time, `cancel`
+    is for any.
     """
 
     def __init__(self, device: Device, workers: Sequence[Worker], deadline: float | None = None) -> None:
+        taken = [worker.name for worker in workers if worker.on_failure is not None]
+        if taken or len(set(workers)) < len(workers):
+            raise ValueError(f"workers {taken or [w.name for w in workers]}: each is for one Steps, and once")
         self.device = device
         self.workers = tuple(workers)
         self.deadline = settings.STEP_DEADLINE.read() if deadline is None else deadline
@@ -62,6 +67,7 @@ class Steps:
         self._graphs: weakref.WeakSet[StepGraph] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._number = 0  # the last step that was begun
+        self._in_flight: deque[tuple[int, StepGraph]] = deque()  # may be nobody else's any more
         self._base = 0  # the step after which the finished flag was `_base_value`
         self._base_value = 0
         self._failure: StepError | None = None
@@ -130,7 +136,10 @@ class Steps:
                         self._recover()
                     else:
                         self.device.clock.pause(_POLL)
+                while self._in_flight and self._in_flight[0][0] <= self.finished:
+                    self._in_flight.popleft()
                 self._number += 1
+                self._in_flight.append((self._number, step))
                 step.launches += 1
                 bell = RING * step.launches
                 for worker, line in step.lines.items():
@@ -151,6 +160,8 @@ class Steps:
 
         Sleeps shortly and often: Ctrl-C arrives, and cancels.
         """
+        if number > self._number:
+            raise ValueError(f"step {number} was never launched, the last one is {self._number}")
         try:
             while True:
                 finished = self.finished  # looked at first: a step that is skipped ends after it was marked

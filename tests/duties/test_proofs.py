@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 from collections import Counter
@@ -263,3 +264,21 @@ def test_flags_may_not_stand_for_two_things() -> None:
         steps.bind(graph, {worker: [duty, duty]})
     with pytest.raises(ValueError, match=r"workers \['other'\] are not among \['experts'\]"):
         steps.bind(graph, {Worker("other"): [duty]})
+
+
+def test_workers_are_of_one_steps() -> None:
+    device, worker = SimulatedDevice(), Worker("experts")
+    steps = Steps(device, [worker], 0)
+    with pytest.raises(ValueError, match=r"workers \['experts'\]: each is for one Steps"):
+        Steps(device, [worker], 0)
+    with pytest.raises(ValueError, match="each is for one Steps, and once"):
+        Steps(device, [Worker("rows")] * 2, 0)
+    with pytest.raises(ValueError, match="step 1 was never launched, the last one is 0"):
+        steps.wait(1)
+
+
+def test_a_graph_that_is_dropped_runs_to_its_end() -> None:
+    device, steps, worker, graph, duty = one_layer(64, 20, deadline=1.0)
+    number = steps.launch(steps.bind(graph, {worker: [replace(duty, work=lambda: device.spend(1e-3))]}))
+    gc.collect()
+    steps.wait(number)

@@ -90,9 +90,14 @@ def running_duty() -> Iterator[None]:
         _THREAD.runs_duty = False
 
 
+def is_in_duty() -> bool:
+    """Whether this thread runs the work of a duty."""
+    return _THREAD.runs_duty
+
+
 def refuse_in_duty(operation: str, error: type[DeviceError] = DeviceError) -> None:
     """Raise `error` in a thread that runs the work of a duty."""
-    if _THREAD.runs_duty:
+    if is_in_duty():
         raise error(
             f"the work of a duty called {operation}: that may block behind a graph which waits for this duty",
             operation=operation,

@@ -2,8 +2,9 @@
 
 Everything that may happen at the same time on a real machine happens in some order here, drawn from a seed: what runs
 on the device, the polls of workers, their work, late threads. Calls that block on a real device (a launch whose nodes
-do not fit the queue) let events happen until they need not block; where nothing will ever happen again, or nothing
-useful for very long, that is a `SimulatedHangError`. Tensors lie in ordinary memory, and operations really are done.
+do not fit the queue) let events happen until they need not block; a call that would block for ever, or a pause after
+which nothing will ever happen, is a `SimulatedHangError`. Tensors lie in ordinary memory, and operations really are
+done.
 """
 
 from __future__ import annotations
@@ -466,19 +467,21 @@ class SimulatedDevice:
         if turn is not None:
             driven.busy = True
             self._spent = (0.0, 0)
-            worker.call(*turn)
+            duty, number, state = turn
+            worker.call(duty, number)
             seconds, nbytes = self._spent
             if seconds != float("inf"):  # else it never returns
                 self.later(
-                    self.vary(seconds), lambda: self._flow(nbytes, frozenset({"host"}), lambda: self._answer(driven))
+                    self.vary(seconds),
+                    lambda: self._flow(nbytes, frozenset({"host"}), lambda: self._answer(driven, state)),
                 )
         if worker.moves != before:
             self._release()
             self.poke()
 
-    def _answer(self, driven: _Driven) -> None:
+    def _answer(self, driven: _Driven, state: int) -> None:
         driven.busy = False
-        if driven.worker.answer(driven.driver):
+        if driven.worker.answer(state):
             self._release()
         else:
             self._driven.remove(driven)

@@ -8,8 +8,8 @@
                                 --- answer -------------->  waits for it, takes it, goes on
     wait: polls `finished`  <---------------------------   ends
 
-duty.py what is to be done; worker.h and _worker.pyx who does it; steps.py the order, failure and recovery; watchdog.py
-what happens when something is late; layer.py experts as a duty.
+duty.py what is to be done; worker.h and _worker.pyx who does it, gate.h their team; steps.py the order, failure and
+recovery; watchdog.py what happens when something is late; _layer.pyx experts as a duty; rows.py rows of a table as one.
 """
 
 from freetoken.duties._worker import Line, TeamWork, Worker

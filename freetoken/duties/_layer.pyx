@@ -2,11 +2,11 @@
 from libc.stddef cimport ptrdiff_t
 from libc.stdint cimport int32_t, uint8_t
 from libc.stdlib cimport free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from freetoken.duties._worker cimport TeamWork
 from freetoken.kernels._experts cimport (
-    ExpertLayer, Scratch, cut_room, first_line, job, layer, room, set_input, sort_by_expert,
+    ExpertLayer, Scratch, cut_room, first_line, job, layer, room, set_input, sort_by_expert, take,
 )
 from freetoken.kernels._shards cimport ShardedLayer, cut_sharded_room, share_routes, sharded_job, sharded_layer
 
@@ -22,21 +22,27 @@ cdef struct call:
     uint8_t **scratch   # of a Scratch, which may grow and so move between two calls
 
 
-cdef void cut(call *c, room *r) noexcept nogil:
+cdef int32_t *cut(call *c, room *r) noexcept nogil:
+    """Returns where ids are copied to: the device may write the next ones while late work looks at these."""
+    cdef ptrdiff_t tokens = c.parts.jobs[0].tokens if c.parts.shards else c.whole.tokens
+    cdef int32_t *ids = <int32_t *> take(r, tokens * c.k * sizeof(int32_t))
     if c.parts.shards:
         cut_sharded_room(r, &c.parts, c.parts.jobs[0].tokens * c.k, c.experts, c.threads)
     else:
         cut_room(r, &c.whole, c.whole.tokens * c.k, c.experts, c.threads)
+    return ids
 
 
 cdef void before_layer(void *context) noexcept nogil:
     cdef call *c = <call *> context
     cdef job *first = c.parts.jobs if c.parts.shards else &c.whole
+    cdef int32_t *ids
     cdef room r
     memset(&r, 0, sizeof(room))
     r.base = first_line(c.scratch[0])
-    cut(c, &r)
-    sort_by_expert(first, c.ids, c.weights, first.tokens, c.k, c.experts)
+    ids = cut(c, &r)
+    memcpy(ids, c.ids, first.tokens * c.k * sizeof(int32_t))
+    sort_by_expert(first, ids, c.weights, first.tokens, c.k, c.experts)
     if c.parts.shards:
         share_routes(&c.parts)
 
@@ -82,6 +88,7 @@ cdef class LayerWork(TeamWork):
         self.c.scratch = &scratch.data
         memset(&r, 0, sizeof(room))
         cut(&self.c, &r)  # measures
+        scratch.keep()
         scratch.reserve(r.used)
         self.task.before, self.task.work = before_layer, run_layer
         self.task.context, self.task.threads = &self.c, n_threads

@@ -11,7 +11,8 @@ cdef extern from "worker.h" nogil:
         FT_BELL
         FT_EMPTY
         FT_RUN
-        FT_PHASES
+    uint64_t FT_PHASE
+    uint64_t FT_DRIVER
     ctypedef struct ft_event:
         pass
     int ft_event_look(const ft_event *e)
@@ -26,6 +27,7 @@ cdef extern from "worker.h" nogil:
     ctypedef struct ft_turn:
         const ft_duty *duty
         uint64_t number
+        uint64_t state
     ctypedef struct ft_step:
         uint64_t number
     ctypedef struct ft_worker:
@@ -43,9 +45,9 @@ cdef extern from "worker.h" nogil:
     uint64_t ft_worker_posted(const ft_worker *w)
     uint64_t ft_worker_done(const ft_worker *w)
     uint64_t ft_worker_moves(const ft_worker *w)
-    uint32_t ft_worker_state(const ft_worker *w)
+    uint64_t ft_worker_state(const ft_worker *w)
     int ft_worker_poll(ft_worker *w, ft_turn *turn)
-    int ft_worker_answer(ft_worker *w, uint32_t driver, int takeover)
+    int ft_worker_answer(ft_worker *w, uint64_t state, int takeover)
 
 
 cdef extern from "gate.h" nogil:
@@ -80,7 +82,7 @@ cdef class Worker:
     cdef bint held          # some of them may be there
     cdef public object on_failure
     cdef readonly int stuck     # drivers that were replaced and are still at their work
-    cdef void drive(self, uint32_t driver, ft_gate *gate, int n) noexcept nogil
+    cdef void drive(self, ft_gate *gate, int n) noexcept nogil
     cdef void work(self, const ft_turn *turn, ft_gate *gate, int n) noexcept nogil
     cdef void rest(self, int seen) noexcept nogil
     cdef void forget(self) noexcept

@@ -88,9 +88,11 @@ cdef class Worker:
     def post(self, Line line not None, unsigned int bell, unsigned long long number):
         """Give it a step, before the graph is launched; bell: the value that its bells have then.
 
-        Raises `RuntimeError` when `MAX_STEPS` steps are not done yet.
+        Raises `RuntimeError` when `MAX_STEPS` steps are not done yet, and after `stop`.
         """
         cdef uint64_t at = self.w.posted % FT_STEPS
+        if self.stopping():
+            raise RuntimeError(f"{self.name} was stopped, step {number} cannot be posted")
         if self.w.posted - self.done == FT_STEPS:
             raise RuntimeError(f"{self.name}: {FT_STEPS} steps are not done yet, step {number} cannot be posted")
         self.lines[at] = line
@@ -106,27 +108,26 @@ cdef class Worker:
         ft_worker_drop(&self.w, number)
 
     def stop(self):
-        """Ask the thread in `run` to return; it does when it waits for something."""
+        """Take no more steps, and let the thread in `run` return when all that were posted are answered."""
         ft_worker_stop(&self.w)
 
     def run(self):
         """Drive it until `stop`, or until another thread has taken over: the body of a thread."""
-        cdef uint32_t driver = self.driver
         cdef ft_gate gate
         cdef ft_gate *g = &gate
         memset(g, 0, sizeof(ft_gate))
         if self.n_threads == 1:
             with nogil:
-                self.drive(driver, g, 1)
+                self.drive(g, 1)
             return
         with nogil, parallel(num_threads=self.n_threads):
             if threadid() == 0:
-                self.drive(driver, g, ft_team_size())
+                self.drive(g, ft_team_size())
                 ft_gate_close(g)
             else:
                 ft_gate_help(g, threadid(), ft_team_size())
 
-    cdef void drive(self, uint32_t driver, ft_gate *gate, int n) noexcept nogil:
+    cdef void drive(self, ft_gate *gate, int n) noexcept nogil:
         cdef ft_turn turn
         cdef uint64_t moves = 0
         cdef int seen, phase, waited = 0
@@ -135,13 +136,13 @@ cdef class Worker:
             phase = ft_worker_poll(&self.w, &turn)
             if phase == FT_RUN:
                 self.work(&turn, gate, n)
-                if not ft_worker_answer(&self.w, driver, 0):
+                if not ft_worker_answer(&self.w, turn.state, 0):
                     with gil:
                         self.stuck -= 1
                     return
-            elif self.stopping():
-                return
             elif phase == FT_IDLE:
+                if self.stopping():
+                    return
                 self.rest(seen)
             elif moves != self.w.moves:
                 moves, waited = self.w.moves, 0
@@ -181,14 +182,16 @@ cdef class Worker:
                 self.call(<object> <void *> turn.duty.owner, turn.number)
 
     def poll(self):
-        """Go as far as it can: what it waits for now, one of `PHASES`; when that is its work, (duty, step), else None.
+        """Go as far as it can: what it waits for now, one of `PHASES`, and its turn.
+
+        The turn is (duty, step, state) when that is its work, else None.
 
         The work is then done by `call`, and `answer` ends it.
         """
         cdef ft_turn turn
         cdef int phase = ft_worker_poll(&self.w, &turn)
         if phase == FT_RUN:
-            return PHASES[phase], (<object> <void *> turn.duty.owner, turn.number)
+            return PHASES[phase], (<object> <void *> turn.duty.owner, turn.number, turn.state)
         return PHASES[phase], None
 
     def call(self, duty, unsigned long long number):
@@ -208,12 +211,12 @@ cdef class Worker:
             if self.on_failure is not None:
                 self.on_failure(duty, number, error)
 
-    def answer(self, unsigned int driver, bint takeover=False):
-        """Answer the duty whose work is running, as its driver or, taking over, in its place.
+    def answer(self, unsigned long long state, bint takeover=False):
+        """Answer the duty whose work is running: the turn's `state`, by its driver or, taking over, in its place.
 
-        False: another one has done so, and this driver must not touch the worker again.
+        False: another one has done so. A driver must not touch the worker again then.
         """
-        cdef bint first = ft_worker_answer(&self.w, driver, takeover)
+        cdef bint first = ft_worker_answer(&self.w, state, takeover)
         if first and takeover:
             self.stuck += 1
         elif not first and not takeover:
@@ -224,14 +227,19 @@ cdef class Worker:
         return ft_worker_stopping(&self.w)
 
     @property
+    def state(self):
+        """Driver, turn and phase in one number, for `answer`."""
+        return ft_worker_state(&self.w)
+
+    @property
     def driver(self):
         """The number of the driver in charge: how often one was replaced."""
-        return ft_worker_state(&self.w) // FT_PHASES
+        return ft_worker_state(&self.w) // FT_DRIVER
 
     @property
     def phase(self):
         """What it waits for, one of `PHASES`."""
-        return PHASES[ft_worker_state(&self.w) % FT_PHASES]
+        return PHASES[ft_worker_state(&self.w) & FT_PHASE]
 
     @property
     def duty(self):

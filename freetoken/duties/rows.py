@@ -54,7 +54,9 @@ class StepRows:
         """gate: read the rows of the next step, once all steps before have ended. Raises what the table raises."""
         if self.sync != "gate":
             raise ValueError("rows are read while the step runs: fill belongs to sync='gate'")
-        self.steps.wait(self.steps.number)
+        if ids.shape != self.ids.shape or ids.dtype != torch.int64:
+            raise ValueError(f"ids are {tuple(ids.shape)} {ids.dtype}, expected {tuple(self.ids.shape)} int64")
+        self.steps.drain()
         self.ids.copy_(ids)
         self._read()
 

@@ -51,22 +51,23 @@ class Watchdog:
         steps = self._steps()
         if steps is None:
             return False
-        now = steps.device.clock.now()
-        working = [worker for worker in steps.workers if worker.phase == "run"]
-        for worker in steps.workers:
-            if worker not in working:
+        now, number = steps.device.clock.now(), steps.number
+        states = [(worker, worker.state, worker.moves) for worker in steps.workers]
+        working = [(worker, state) for worker, state, _ in states if worker.phase == "run"]
+        for worker, state, moves in states:
+            if (worker, state) not in working:
                 self._seen.pop(worker, None)
-            elif (waited := self._unchanged(worker, (worker.moves, worker.driver), now)) > self._deadline:
-                self._late_work(steps, worker, waited)
-        if working or steps.finished >= steps.number:
+            elif (waited := self._unchanged(worker, (state, moves), now)) > self._deadline:
+                self._late_work(steps, worker, state, waited)
+        if working or steps.finished >= number:
             self._seen.pop("device", None)
             return True
-        state = (steps.number, steps.finished, *(worker.moves for worker in steps.workers))
-        if (waited := self._unchanged("device", state, now)) > self._deadline:
+        progress = (number, steps.finished, *(moves for _, _, moves in states))
+        if (waited := self._unchanged("device", progress, now)) > self._deadline:
             if not self._released:
                 self._late_device(steps, waited)
             self._released = True
-            steps.release()
+            steps.release(number)
         else:
             self._released = False
         return True
@@ -79,11 +80,12 @@ class Watchdog:
         self._seen[what] = state, since
         return now - since
 
-    def _late_work(self, steps: Steps, worker: Worker, waited: float) -> None:
-        driver, number, duty = worker.driver, worker.number, worker.duty
-        if duty is None:
+    def _late_work(self, steps: Steps, worker: Worker, state: int, waited: float) -> None:
+        number, duty = worker.number, worker.duty
+        if duty is None or worker.state != state:
             return  # it has returned just now
         steps.fail(
+            number,
             StepError(
                 f"step {number}: {duty}: its work has not returned for {waited:.1f} s, and the graph waits for "
                 f"{duty.answer}; the step was given up, the model can be used again when the work has returned",
@@ -93,9 +95,9 @@ class Watchdog:
                 duty=duty.name,
                 waited=waited,
                 usable=False,
-            )
+            ),
         )
-        if worker.answer(driver, takeover=True):
+        if worker.answer(state, takeover=True):
             steps.device.spawn(worker)
 
     def _late_device(self, steps: Steps, waited: float) -> None:
@@ -109,6 +111,7 @@ class Watchdog:
         else:
             what = f"{duty}: the device has not taken the last answer, {duty.answer},"
         steps.fail(
+            number,
             StepError(
                 f"step {number}: {what} for {waited:.1f} s; the step was given up, the model can be used again if the "
                 "device goes on",
@@ -117,5 +120,5 @@ class Watchdog:
                 layer=duty.layer if duty else None,
                 duty=duty.name if duty else "",
                 waited=waited,
-            )
+            ),
         )

@@ -17,8 +17,10 @@
  * for: only they say which answers the device gives itself. An answer on top of those would stay where it is, for a later
  * step to take too early, and until then keep the worker from the steps after it (found by tests/duties/test_proofs.py).
  * A step whose bells will not be rung, because its graph was never launched or the device does not go on, is dropped
- * (`drop`): all that is left is answered at once, and flags are put back before the next launch. One thread drives a worker. If it is stuck in its work, another takes over with
- * ft_worker_answer, and the late one finds that it has been replaced: `driver` in the state tells them apart.
+ * (`drop`): all that is left is answered at once, and flags are put back before the next launch.
+ *
+ * One thread drives a worker. If it is stuck in its work, another takes over with ft_worker_answer, and the late one finds
+ * that it has been replaced: the state says which driver is at which turn.
  */
 #ifndef FREETOKEN_WORKER_H
 #define FREETOKEN_WORKER_H
@@ -26,7 +28,10 @@
 #include <stdint.h>
 
 enum { FT_RING = 2, FT_ANSWERED = 1, FT_STEPS = 8 };
-enum { FT_IDLE, FT_BELL, FT_EMPTY, FT_RUN, FT_ANSWER, FT_PHASES = 8 };
+enum { FT_IDLE, FT_BELL, FT_EMPTY, FT_RUN, FT_ANSWER };
+#define FT_PHASE 7ull           /* of a state; above it is the turn, which counts */
+#define FT_TURN 8ull
+#define FT_DRIVER (1ull << 48)  /* and above that the driver */
 
 typedef struct {
     uint32_t *bell; /* NULL: there is none */
@@ -46,6 +51,7 @@ typedef struct {
 typedef struct {
     const ft_duty *duty;
     uint64_t number; /* of the step */
+    uint64_t state;  /* for ft_worker_answer */
 } ft_turn;
 
 typedef struct {
@@ -56,7 +62,7 @@ typedef struct {
     int stop;
     ft_step ring[FT_STEPS];
     char apart[64];
-    uint32_t state; /* driver * FT_PHASES + phase */
+    uint64_t state;
     int at;         /* the duty */
     uint64_t done;  /* steps */
     uint64_t moves; /* how often the state changed */
@@ -99,12 +105,12 @@ static inline int ft_worker_stopping(const ft_worker *w) { return __atomic_load_
 static inline uint64_t ft_worker_posted(const ft_worker *w) { return __atomic_load_n(&w->posted, __ATOMIC_ACQUIRE); }
 static inline uint64_t ft_worker_done(const ft_worker *w) { return __atomic_load_n(&w->done, __ATOMIC_ACQUIRE); }
 static inline uint64_t ft_worker_moves(const ft_worker *w) { return __atomic_load_n(&w->moves, __ATOMIC_RELAXED); }
-static inline uint32_t ft_worker_state(const ft_worker *w) { return __atomic_load_n(&w->state, __ATOMIC_ACQUIRE); }
+static inline uint64_t ft_worker_state(const ft_worker *w) { return __atomic_load_n(&w->state, __ATOMIC_ACQUIRE); }
 
 static inline void ft_worker_enter(ft_worker *w, int phase) {
-    const uint32_t state = __atomic_load_n(&w->state, __ATOMIC_RELAXED);
+    const uint64_t state = __atomic_load_n(&w->state, __ATOMIC_RELAXED) & ~FT_PHASE;
     __atomic_store_n(&w->moves, w->moves + 1, __ATOMIC_RELAXED);
-    __atomic_store_n(&w->state, state / FT_PHASES * FT_PHASES + phase, __ATOMIC_RELEASE);
+    __atomic_store_n(&w->state, (state | (uint64_t)phase) + (phase == FT_RUN ? FT_TURN : 0), __ATOMIC_RELEASE);
 }
 
 /* To the next duty, or to the end of the step. */
@@ -121,9 +127,9 @@ static inline void ft_worker_next(ft_worker *w) {
 /* By the driver. Returns the phase that it cannot leave now: FT_IDLE, FT_BELL, FT_EMPTY, or FT_RUN: do the work of the turn,
  * then call ft_worker_answer. */
 static inline int ft_worker_poll(ft_worker *w, ft_turn *turn) {
-    *turn = (ft_turn){NULL, 0};
+    *turn = (ft_turn){NULL, 0, 0};
     for (;;) {
-        const int phase = ft_worker_state(w) % FT_PHASES;
+        const int phase = (int)(ft_worker_state(w) & FT_PHASE);
         if (phase == FT_IDLE) {
             if (__atomic_load_n(&w->posted, __ATOMIC_ACQUIRE) == w->done) return FT_IDLE;
             __atomic_store_n(&w->at, -1, __ATOMIC_RELAXED);
@@ -150,7 +156,8 @@ static inline int ft_worker_poll(ft_worker *w, ft_turn *turn) {
         if (!dropped) {
             if (__atomic_load_n(duty->answer, __ATOMIC_ACQUIRE)) return FT_EMPTY;
             if (__atomic_load_n(&w->skip, __ATOMIC_ACQUIRE) < step->number) {
-                *turn = (ft_turn){duty, step->number};
+                const uint64_t state = ft_worker_state(w);
+                *turn = (ft_turn){duty, step->number, (state & ~FT_PHASE) + FT_TURN + FT_RUN};
                 ft_worker_enter(w, FT_RUN);
                 return FT_RUN;
             }
@@ -160,12 +167,13 @@ static inline int ft_worker_poll(ft_worker *w, ft_turn *turn) {
     }
 }
 
-/* By a driver whose work is done; or, with takeover, by another thread in its place, which then is the driver. Whoever comes
- * first answers; 0 for the other, which must not touch the worker again. */
-static inline int ft_worker_answer(ft_worker *w, uint32_t driver, int takeover) {
-    uint32_t state = driver * FT_PHASES + FT_RUN;
-    if (!__atomic_compare_exchange_n(&w->state, &state, (driver + !!takeover) * FT_PHASES + FT_ANSWER, 0, __ATOMIC_ACQ_REL,
-                                     __ATOMIC_RELAXED))
+/* By a driver whose work is done, with the state of its turn; or, with takeover, by another thread that saw this state for
+ * too long, and then is the driver. Whoever comes first answers; 0 for the other: a late driver must not touch the worker
+ * again, and who would take over finds that the work has returned. */
+static inline int ft_worker_answer(ft_worker *w, uint64_t state, int takeover) {
+    const uint64_t after = state - FT_RUN + FT_ANSWER + (takeover ? FT_DRIVER : 0);
+    if ((state & FT_PHASE) != FT_RUN ||
+        !__atomic_compare_exchange_n(&w->state, &state, after, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
         return 0;
     __atomic_store_n(w->ring[w->done % FT_STEPS].duties[w->at].answer, 1, __ATOMIC_RELEASE);
     ft_worker_next(w);

@@ -56,7 +56,7 @@ class PerLayerEmbedding(torch.nn.Module):
 
     def find_rows(self, tokens: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Rows (B, T, heads) int64 of tokens (B, T), by the same arithmetic as `NgramHash.look_up`, on their device."""
-        whole = torch.cat([previous, tokens], dim=-1)
+        whole = torch.cat([previous.long(), tokens.long()], dim=-1)  # the hash wraps at 64 bits
         return torch.stack(self.ngrams.heads(whole[..., 2:], whole[..., 1:-1], whole[..., :-2]), dim=-1)
 
     def look_up(self, rows: torch.Tensor) -> torch.Tensor:

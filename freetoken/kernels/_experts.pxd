@@ -76,10 +76,17 @@ cdef struct job:
 cdef uint8_t *first_line(uint8_t *data) noexcept nogil
 
 
+cdef class Block:
+    cdef uint8_t *data
+
+
 cdef class Scratch:
     cdef uint8_t *data
     cdef size_t size
+    cdef Block block
+    cdef list left          # blocks that somebody may still look at; None: nobody does
     cdef uint8_t *reserve(self, size_t size) except NULL
+    cdef void keep(self)
 
 
 cdef class ExpertLayer:

@@ -428,26 +428,42 @@ cdef uint8_t *first_line(uint8_t *data) noexcept nogil:
     return data + (64 - <size_t> data % 64) % 64
 
 
+cdef class Block:
+    """Memory that is freed when nobody holds it."""
+
+    def __cinit__(self, size_t size):
+        self.data = <uint8_t *> calloc(size, 1)
+        if self.data == NULL:
+            raise MemoryError(f"{size} bytes of scratch for an expert layer")
+
+    def __dealloc__(self):
+        free(self.data)
+
+
 cdef class Scratch:
-    """Working memory of one executor, grown as needed, used by one layer at a time."""
+    """Working memory of one executor, grown as needed, used by one layer at a time.
+
+    Who looks at `data` while it may grow calls `keep` before: memory that it leaves is not freed then.
+    """
 
     def __cinit__(self):
         self.data = NULL
         self.size = 0
 
-    def __dealloc__(self):
-        free(self.data)
-
     cdef uint8_t *reserve(self, size_t size) except NULL:
+        cdef Block block
         if size > self.size:
-            free(self.data)
-            self.data = NULL
-            self.size = 0
-            self.data = <uint8_t *> calloc(size + 64, 1)
-            if self.data == NULL:
-                raise MemoryError(f"{size} bytes of scratch for an expert layer")
-            self.size = size
+            if self.left is None:
+                self.block, self.data, self.size = None, NULL, 0
+            else:
+                self.left.append(self.block)
+            block = Block(size + 64)
+            self.block, self.data, self.size = block, block.data, size
         return first_line(self.data)
+
+    cdef void keep(self):
+        if self.left is None:
+            self.left = []
 
     @property
     def nbytes(self):

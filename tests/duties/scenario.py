@@ -45,6 +45,7 @@ class Scenario:
         self.outputs = [0] * self.layers
         self.row_input = self.row_output = self.last_row = 0
         self.calm = False
+        self.asked: dict[StepGraph, set[tuple[str, int]]] = {}  # duties of a step that are the host's
         self.row_answer = self.device.flags(1)[0]  # of both graphs: the rows lie in one place
         self.graphs = [self._capture(statistics=0), self._capture(statistics=self.random.randint(1, 4))]
 
@@ -57,6 +58,8 @@ class Scenario:
         ]
         bell = row_bell if self.rows_with_bell else None
         rows = [Duty("rows", self.rows_at, lambda: self._do("rows", self.rows_at), row_answer, bell)]
+
+        asked = {("experts", i) for i in range(self.layers)} | {("rows", self.rows_at)}
 
         def build(stream: Stream) -> None:
             stream.kernel(self._begin)
@@ -75,6 +78,7 @@ class Scenario:
                 stream.kernel(lambda i=i: self._fill(i))  # type: ignore[misc]
                 if self.random.random() < 0.2:
                     self._answer_on_device(stream, i, bells[i], answers[i])
+                    asked.discard(("experts", i))
                 else:
                     stream.ring(bells[i])
                 stream.wait(answers[i])
@@ -82,7 +86,9 @@ class Scenario:
             stream.join(side)
             stream.ring(self.steps.finished_flag)
 
-        return self.steps.bind(self.device.capture(build), {self.experts: experts, self.rows: rows})
+        step = self.steps.bind(self.device.capture(build), {self.experts: experts, self.rows: rows})
+        self.asked[step] = asked
+        return step
 
     def _answer_on_device(self, stream: Any, i: int, bell: Flag, answer: Flag) -> None:
         """A kernel that finds nothing to do for the host: it says so, and answers itself."""
@@ -166,13 +172,14 @@ class Scenario:
     def generate(self, n: int) -> list[BaseException]:
         """Run n steps, two at once, with or without statistics; what was raised, each ending a generation."""
         raised: list[BaseException] = []
-        before = None
+        before: tuple[int, StepGraph] | None = None
         for _ in range(n):
             try:
-                number = self.steps.launch(self.random.choice(self.graphs))
+                graph = self.random.choice(self.graphs)
+                number = self.steps.launch(graph)
                 if before is not None:
-                    self.steps.wait(before)
-                before = number
+                    self.wait(*before)
+                before = number, graph
             except (StepError, DeviceError, KeyboardInterrupt) as error:
                 if (
                     type(error) is not StepError
@@ -189,10 +196,16 @@ class Scenario:
                         self.device.clock.pause(1e-3)
         try:
             if before is not None:
-                self.steps.wait(before)
+                self.wait(*before)
         except (StepError, KeyboardInterrupt) as error:
             raised.append(error)
         return raised
+
+    def wait(self, number: int, graph: StepGraph) -> None:
+        """As `Steps.wait`: when that says that all is well, everything was done."""
+        self.steps.wait(number)
+        missing = self.asked[graph] - {(name, layer) for step, name, layer in self.work if step == number}
+        assert not missing, f"step {number} ended well, and nobody did {missing}"
 
     def check_flags(self) -> None:
         """Nothing is left over after a step that ended well."""

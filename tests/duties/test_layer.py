@@ -170,3 +170,25 @@ def test_bad_buffers_are_refused() -> None:
             LayerWork(layer, x, np.ascontiguousarray(ids), good.weights, good.out, Scratch(), 2)
     with pytest.raises(TypeError):
         LayerWork(None, good.x, good.ids, good.weights, good.out, Scratch(), 2)
+
+
+def test_scratch_that_grows_while_a_layer_is_computed() -> None:
+    layer, buffers, scratch = make_layer(1), Buffers(1), Scratch()
+    buffers.fill(np.random.default_rng(1))
+    expected = buffers.expected(layer)
+    bell, answer = make_flags(2)
+    work = LayerWork(layer, buffers.x, buffers.ids, buffers.weights, buffers.out, scratch, 2)
+    worker = Worker("experts", 2)
+    thread = run_thread(worker)
+    line = Line([Duty("experts", 0, work, answer, bell)])
+    kept = []
+    for step in range(1, 200):
+        worker.post(line, 2 * step, step)
+        bell.value += 2
+        wide = Buffers(step)
+        kept.append(LayerWork(layer, wide.x, wide.ids, wide.weights, wide.out, scratch, 2))
+        take(answer)
+        np.testing.assert_array_equal(buffers.out, expected)
+        until(lambda step=step: worker.done == step)
+    worker.stop()
+    thread.join(20)

@@ -282,3 +282,172 @@ def test_a_graph_that_is_dropped_runs_to_its_end() -> None:
     number = steps.launch(steps.bind(graph, {worker: [replace(duty, work=lambda: device.spend(1e-3))]}))
     gc.collect()
     steps.wait(number)
+
+
+def test_a_cancelled_step_stays_cancelled() -> None:
+    """Also when later ones were launched, and the flags were put back for them."""
+    _, steps, worker, graph, duty = one_layer(64, 20)
+    done: list[int] = []
+    step = steps.bind(graph, {worker: [replace(duty, work=lambda: done.append(worker.number))]})
+    steps.wait(steps.launch(step))
+    first, second = steps.launch(step), steps.launch(step)
+    steps.cancel()
+    third = steps.launch(step)
+    steps.wait(third)
+    assert third in done and second not in done
+    for number in (first, second):
+        with pytest.raises(StepError, match=f"step {number} was cancelled"):
+            steps.wait(number)
+    steps.wait(1)
+
+
+@pytest.mark.parametrize("queue_nodes", [2, 64])
+def test_closing_while_slow_work_goes_on(queue_nodes: int) -> None:
+    """It takes longer than closing waits for: what is left of the step is released, and the device ends."""
+    device, steps, worker, graph, duty = one_layer(64, 20)
+    second = replace(duty, bell=device.flags(3)[1], answer=device.flags(3)[2])
+
+    def build(stream: Any) -> None:
+        for part in (duty, second):
+            stream.ring(part.bell)
+            stream.wait(part.answer)
+        stream.ring(steps.finished_flag)
+
+    graph = device.capture(build)
+    step = steps.bind(graph, {worker: [replace(duty, work=lambda: device.spend(7.0)), second]})
+    if queue_nodes == 2:  # from inside the launch, as the handler of a signal
+        device._room = 2
+        device.later(0.1, steps.close)
+        with pytest.raises(StepError, match="closed"):
+            steps.wait(steps.launch(step) and steps.launch(step))
+    else:
+        steps.launch(step)
+        steps.close()
+    while not device.is_idle():
+        device.clock.pause(0.1)
+    assert worker.done == worker.posted
+
+
+def test_work_that_closes_waits_or_launches_has_failed() -> None:
+    for name in ("close", "drain", "launch", "wait"):
+        _, steps, worker, graph, duty = one_layer(64, 20)
+
+        def work(name: str = name, steps: Steps = steps) -> None:
+            getattr(steps, name)(*([steps.number] if name in ("launch", "wait") else []))
+
+        step = steps.bind(graph, {worker: [replace(duty, work=work)]})
+        with pytest.raises(StepError, match=f"experts failed: DeviceError: the work of a duty called {name}"):
+            steps.wait(steps.launch(step))
+        steps.close()
+
+
+def test_what_was_seen_of_an_old_step_does_nothing_to_a_new_one() -> None:
+    """The watchdog may be late itself."""
+    device, steps, worker, graph, duty = one_layer(64, 20)
+    done: list[int] = []
+    step = steps.bind(graph, {worker: [replace(duty, work=lambda: (done.append(worker.number), device.spend(1e-3)))]})
+    old = steps.launch(step)
+    steps.cancel()
+    steps.drain()
+    new = steps.launch(step)
+    steps.release(old)
+    assert not steps.fail(old, StepError("late", step=old))
+    steps.wait(new)
+    assert new in done
+
+
+def test_an_old_turn_cannot_be_taken_over() -> None:
+    _, steps, worker, graph, duty = one_layer(64, 20)
+    states: list[int] = []
+    step = steps.bind(graph, {worker: [replace(duty, work=lambda: states.append(worker.state))]})
+    steps.wait(steps.launch(step))
+    states.clear()
+
+    def work() -> None:
+        states.append(worker.state)
+        assert len(states) < 2 or not worker.answer(states[0], takeover=True)
+
+    step = steps.bind(graph_of(steps), {worker: [duty_of(steps, work)]})
+    steps.wait(steps.launch(step))
+    steps.wait(steps.launch(step))
+    assert len(set(states)) == 2 and not worker.stuck
+
+
+def graph_of(steps: Steps) -> Any:
+    device: Any = steps.device
+    bell, answer = device.flags(2)
+    device.spare = bell, answer
+
+    def build(stream: Any) -> None:
+        stream.ring(bell)
+        stream.wait(answer)
+        stream.ring(steps.finished_flag)
+
+    return device.capture(build)
+
+
+def duty_of(steps: Steps, work: Any) -> Duty:
+    device: Any = steps.device
+    return Duty("experts", 3, work, device.spare[1], device.spare[0])
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_a_failure_without_words_is_one() -> None:
+    _, steps, worker, graph, duty = one_layer(64, 20)
+
+    def work() -> None:
+        raise MuteError
+
+    with pytest.raises(StepError, match="experts failed: MuteError") as caught:
+        steps.wait(steps.launch(steps.bind(graph, {worker: [replace(duty, work=work)]})))
+    assert isinstance(caught.value.__cause__, MuteError)
+
+
+def test_bad_arguments() -> None:
+    device, steps, worker, graph, duty = one_layer(64, 20)
+    for deadline in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="expected seconds, or 0 for none"):
+            Steps(device, [], deadline)
+    step = steps.bind(graph, {worker: [duty]})
+    other = one_layer(64, 20)[1]
+    with pytest.raises(ValueError, match="bound to other steps"):
+        other.launch(step)
+    with pytest.raises(ValueError, match="is used twice"):
+        steps.bind(graph, {worker: [Duty("rows", 0, lambda: None, device.flags(1)[0], duty.answer)]})
+
+
+@pytest.mark.parametrize("number", [2**31 - 3, 2**32 - 3])
+def test_counters_that_wrap(number: int) -> None:
+    """Bells and the finished flag are 32 bits."""
+    _, steps, worker, graph, duty = one_layer(64, 2)
+    duty.bell.value = steps.finished_flag.value = 2 * number
+    steps._count_from(0)
+    step = steps.bind(graph, {worker: [duty]})
+    for _ in range(10):
+        steps.wait(steps.launch(step))
+    assert worker.done == steps.finished == 10
+    steps.cancel()
+    steps.wait(steps.launch(step))
+
+
+def test_a_worker_that_is_behind_holds_launches_up() -> None:
+    """The device answers everything itself and never waits for it."""
+    device = SimulatedDevice(0, preemption=0.5)
+    worker = Worker("experts")
+    steps = Steps(device, [worker], 0)
+    bell, answer = device.flags(2)
+
+    def build(stream: Any) -> None:
+        stream.ring(bell, answered=True)
+        stream.ring(steps.finished_flag)
+
+    step = steps.bind(device.capture(build), {worker: [Duty("experts", 0, lambda: None, answer, bell)]})
+    for _ in range(300):
+        steps.launch(step)
+        assert worker.posted - worker.done <= 2
+    steps.drain()
+    assert steps.finished == 300

@@ -159,3 +159,12 @@ def test_which_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_sync(device) == "wait"
     with pytest.raises(ConfigError, match="sync='soon' is not one of auto, wait, gate"):
         choose_sync(device, "soon")
+
+
+def test_gate_after_a_cancel(tables: dict[str, RowTable]) -> None:
+    decoder = Decoder(Model(tables["disk"]), "gate")
+    decoder.run(2)
+    decoder.steps.cancel()
+    decoder.run(2)
+    with pytest.raises(ValueError, match=r"ids are \(2,\) torch.int64, expected"):
+        decoder.rows.fill(torch.zeros(2, dtype=torch.int64))

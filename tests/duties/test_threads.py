@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -189,3 +190,32 @@ print("launched", flush=True)
 def test_a_process_ends_with_a_step_on_its_way() -> None:
     result = subprocess.run([sys.executable, "-c", PARKED], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, "launched\n", "")
+
+
+FORKED = """
+import os, sys
+from freetoken.errors import StepError
+from tests.duties.test_threads import Model
+model = Model(64, deadline=30.0)
+model.run(3)
+child = os.fork()
+if not child:
+    for call in (lambda: model.steps.launch(model.step), lambda: model.steps.wait(3), model.steps.drain):
+        try:
+            call()
+        except StepError as error:
+            assert "before a fork" in str(error), error
+        else:
+            os._exit(1)
+    model.steps.close()
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_use_after_a_fork_is_refused() -> None:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")

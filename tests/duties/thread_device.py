@@ -58,6 +58,7 @@ class ThreadDevice:
         self.ended = False
         self._queue: queue.Queue[Node] = queue.Queue(queue_nodes)
         self._left = 0
+        self._count = threading.Lock()
         threading.Thread(target=self._run, name="device", daemon=True).start()
 
     def _run(self) -> None:
@@ -67,7 +68,8 @@ class ThreadDevice:
             except queue.Empty:
                 continue
             operation()
-            self._left -= 1
+            with self._count:
+                self._left -= 1
 
     def flags(self, n: int) -> list[Flag]:
         return make_flags(n)
@@ -78,9 +80,15 @@ class ThreadDevice:
         return ThreadGraph(stream.operations)
 
     def launch(self, graph: ThreadGraph) -> None:
-        self._left += graph.nodes
         for operation in graph.operations:
-            self._queue.put(operation)
+            with self._count:
+                self._left += 1
+            try:
+                self._queue.put(operation)
+            except BaseException:  # Ctrl-C: this one is not there
+                with self._count:
+                    self._left -= 1
+                raise
 
     def is_idle(self) -> bool:
         return not self._left

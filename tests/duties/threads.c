@@ -57,7 +57,6 @@ static void *help(void *at) {
 
 /* As Worker.drive. */
 static void *drive(void *unused) {
-    const uint32_t driver = ft_worker_state(&worker) / FT_PHASES;
     ft_gate gate = {0};
     pthread_t team[TEAM];
     void *arguments[TEAM][2];
@@ -72,7 +71,7 @@ static void *drive(void *unused) {
         const int phase = ft_worker_poll(&worker, &turn);
         if (phase == FT_RUN) {
             ft_gate_run(&gate, turn.duty->task, TEAM);
-            if (!ft_worker_answer(&worker, driver, 0)) {
+            if (!ft_worker_answer(&worker, turn.state, 0)) {
                 replaced = 1;
                 break;
             }
@@ -125,11 +124,11 @@ static void *upset(void *unused) {
         } else if (!__atomic_load_n(&stuck, __ATOMIC_ACQUIRE)) {
             __atomic_store_n(&dawdle, 1, __ATOMIC_RELEASE);
             for (int i = 0; i < 100 && !__atomic_load_n(&asleep, __ATOMIC_ACQUIRE); i++) usleep(20);
-            const uint32_t state = ft_worker_state(&worker);
+            const uint64_t state = ft_worker_state(&worker);
             ft_worker_skip(&worker, get(&launched) + 1); /* one may be posted just now */
-            if (__atomic_load_n(&asleep, __ATOMIC_ACQUIRE) && state % FT_PHASES == FT_RUN) {
+            if (__atomic_load_n(&asleep, __ATOMIC_ACQUIRE) && (state & FT_PHASE) == FT_RUN) {
                 __atomic_add_fetch(&stuck, 1, __ATOMIC_ACQ_REL);
-                if (ft_worker_answer(&worker, state / FT_PHASES, 1)) {
+                if (ft_worker_answer(&worker, state, 1)) {
                     pthread_t driver;
                     pthread_create(&driver, NULL, drive, NULL);
                     pthread_detach(driver);

@@ -122,3 +122,9 @@ def test_what_does_not_fit() -> None:
         PerLayerEmbedding(words, NGRAMS, 8)
     with pytest.raises(ConfigError, match=r"rows are torch\.int8"):
         as_table(torch.zeros(2, 2, dtype=torch.int8))
+
+
+def test_tokens_of_32_bits(tables: tuple[RowTable, RowTable]) -> None:
+    layer = PerLayerEmbedding(tables[0], NGRAMS, 8)
+    tokens, previous = torch.randint(0, 50_000, (2, 5)), torch.randint(0, 50_000, (2, 2))
+    assert torch.equal(layer.find_rows(tokens.int(), previous.int()), layer.find_rows(tokens, previous))

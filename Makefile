@@ -35,7 +35,7 @@ sanitize: $(VENV)/.built  ## run the tests of compiled modules under AddressSani
 	$(PY) setup.py --quiet build --build-lib build/sanitized --build-temp build/sanitized.tmp
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	PYTHONPATH=build/sanitized $(PY) -P -c '$(SANITIZED)' -p no:cacheprovider -q --capture=sys \
-	tests/kernels tests/checkpoint/test_strips.py tests/rows/test_table.py --deselect tests/kernels/test_portable.py $(ARGS)
+	tests/kernels tests/checkpoint/test_strips.py tests/rows/test_table.py tests/duties/test_layer.py --deselect tests/kernels/test_portable.py $(ARGS)
 
 # A third one, in build/twin, whose matrix unit is plain C: the tests of amx on a processor without one.
 TWIN := import sys, freetoken, pytest; assert "twin" in freetoken.__file__; sys.exit(pytest.main(sys.argv[1:]))

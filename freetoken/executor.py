@@ -73,10 +73,9 @@ def kernel_choices(fmt: Format, act: str, dtype: torch.dtype, tier: str = "auto"
 
     act: "auto" or a precision. auto takes fp32 for an fp32 or fp16 model; for a bf16 model int15 where there is a tile,
     which is nearer to the exact values than bf16 and faster (docs/kernels.md); else bf16 where a bf16 dot serves this
-    format (fp8_block: the matrix unit's, so on amx only), else fp32. A forced bf16 without such a tile rounds
-    activations before an fp32 tile; formats without int8 and int15 tiles (bf16, fp8_block) take bf16 instead. fp8
-    rounds them before a bf16 tile where there is one, else an fp32 tile: both hold e4m3 times a power of two exactly.
-    Raises `UnsupportedError` for a tier this CPU lacks.
+    format, else fp32. A forced bf16 without such a tile rounds activations before an fp32 tile; formats without int8
+    and int15 tiles (bf16, fp8_block) take bf16 instead. fp8 rounds them before a bf16 tile where there is one, else an
+    fp32 tile: both hold e4m3 times a power of two exactly. Raises `UnsupportedError` for a tier this CPU lacks.
     """
     levels = _levels_up_to(tier)
     kernels: list[TileKernel] = importlib.import_module(f"freetoken.kernels._tile_{fmt.kernels}").kernels()

@@ -54,9 +54,9 @@ def test_forked_streams_run_beside_each_other() -> None:
     assert done == ["first", "main", "side", "last"]
 
 
-@pytest.mark.parametrize(("copies", "seconds"), [(1, 0.02 + 1e-5), (2, 0.04 + 1e-5)])
+@pytest.mark.parametrize(("copies", "seconds"), [(1, 2e-4 + 1e-5), (2, 4e-4 + 1e-5)])
 def test_copies_share_the_link(copies: int, seconds: float) -> None:
-    source, targets = torch.ones(10**9, dtype=torch.uint8), torch.zeros(copies, 10**9, dtype=torch.uint8)
+    source, targets = torch.ones(10**7, dtype=torch.uint8), torch.zeros(copies, 10**7, dtype=torch.uint8)
 
     def build(stream: Stream) -> None:
         sides = [stream.fork() for _ in range(copies)]
@@ -66,16 +66,16 @@ def test_copies_share_the_link(copies: int, seconds: float) -> None:
         stream.kernel(lambda: None, cost=1e-12)
 
     assert run(exact(), build) == pytest.approx(seconds, rel=1e-3)
-    assert targets.sum() == copies * 10**9
+    assert targets.sum() == copies * 10**7
 
 
 def test_host_work_slows_a_copy() -> None:
     """Three readers and a copy have a quarter of the memory each: 30 of 120 GB/s, where the link would give 50."""
-    source, target = torch.ones(10**8, dtype=torch.uint8), torch.zeros(10**8, dtype=torch.uint8)
+    source, target = torch.ones(10**7, dtype=torch.uint8), torch.zeros(10**7, dtype=torch.uint8)
     device = exact()
     for _ in range(3):
         device._flow(10**9, frozenset({"host"}), lambda: None)
-    assert run(device, lambda stream: stream.copy(target, source)) == pytest.approx(10**8 / 30e9 + 1e-5, rel=1e-3)
+    assert run(device, lambda stream: stream.copy(target, source)) == pytest.approx(10**7 / 30e9 + 1e-5, rel=1e-3)
 
 
 def test_a_wait_takes_or_leaves() -> None:

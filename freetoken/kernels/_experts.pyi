@@ -7,6 +7,10 @@ from freetoken.formats.record import RecordLayout
 from freetoken.kernels._isa import TileKernel
 
 @final
+class Block:
+    def __new__(cls, size: int) -> Block: ...
+
+@final
 class Scratch:
     def __new__(cls) -> Scratch: ...
     @property

@@ -213,7 +213,7 @@ class Executor:
         out = torch.empty(x.shape, dtype=x.dtype)
         wide = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
         target = out if wide is x else torch.empty(x.shape, dtype=torch.float32)
-        source, sink = _as_numpy(wide.contiguous()), _as_numpy(target)
+        source, sink = as_numpy(wide.contiguous()), as_numpy(target)
         routes = ids.to(torch.int32).contiguous().numpy()
         factors = weights.to(torch.float32).contiguous().numpy()
         with self._lock:
@@ -308,7 +308,7 @@ def _bind(bank: Bank, activation: Activation, choice: KernelChoice) -> ExpertLay
     )
 
 
-def _as_numpy(tensor: torch.Tensor) -> NDArray[np.generic]:
+def as_numpy(tensor: torch.Tensor) -> NDArray[np.generic]:
     """A view: bf16 as its bits."""
     if tensor.dtype == torch.bfloat16:
         return tensor.detach().view(torch.uint16).numpy()

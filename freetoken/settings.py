@@ -141,3 +141,15 @@ PLE_SYNC = Choice(
     "when rows of a table on disk are read for a step: gate reads them before it is launched, wait while it runs; auto "
     "takes wait where the device can wait for flags",
 )
+PIN_LIMIT = Number(
+    "FREETOKEN_PIN_LIMIT",
+    1 << 30,
+    1 << 30,
+    "MiB of expert banks that are pinned for a GPU at most; what is not pinned is computed on the CPU",
+)
+GPU_RESERVE = Number(
+    "FREETOKEN_GPU_RESERVE",
+    2048,
+    1 << 30,
+    "MiB of a GPU's free memory that cache=auto leaves for activations and the attention's cache",
+)

@@ -177,6 +177,22 @@ class Stream(Protocol):
         """What comes after waits for what is on the other stream."""
 
 
+class Lane(Protocol):
+    """Operations in their order that are put on the device at once: a stream outside of graphs."""
+
+    def kernel(self, work: Callable[[], object], cost: float = 0.0) -> None:
+        """See `Stream.kernel`."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Stream.copy`."""
+
+    def mark(self) -> Any:
+        """A moment: when all that is on this lane now is done."""
+
+    def after(self, moment: Any) -> None:
+        """What comes next waits for a moment of any lane."""
+
+
 class Graph(Protocol):
     """A captured graph."""
 
@@ -211,6 +227,18 @@ class Device(Protocol):
 
     def launch(self, graph: Graph) -> None:
         """Launch it after all that was launched before. May block until the device has gone on."""
+
+    def launches(self) -> Lane:
+        """The lane of launched graphs."""
+
+    def current(self) -> Lane:
+        """The lane on which torch puts what this thread computes."""
+
+    def lane(self) -> Lane:
+        """A new one, beside all others."""
+
+    def free_bytes(self) -> int:
+        """Of the device's memory, what torch can still allocate."""
 
     def is_idle(self) -> bool:
         """Whether all that was launched is done; `DeviceError` if the device has failed."""

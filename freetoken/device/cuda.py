@@ -153,6 +153,39 @@ class CudaStream:
         self._capture.open.pop(other, None)
 
 
+class CudaLane:
+    """A stream outside of graphs."""
+
+    def __init__(self, device: CudaDevice, stream: torch.cuda.Stream) -> None:
+        self._device, self.stream = device, stream
+
+    def kernel(self, work: Callable[[], object], cost: float = 0.0) -> None:
+        """See `Lane`."""
+        with self._device.entered("kernel"), torch.cuda.stream(self.stream):
+            work()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Lane`."""
+        check_copy(target, source)
+        device = self._device
+        with device.entered("copy"):
+            addresses = [device.pointer(tensor) for tensor in (target, source)]
+            stream = device.driver.api.CUstream(self.stream.cuda_stream)
+            device.driver.call("cuMemcpyAsync", *addresses, source.nbytes, stream)
+
+    def mark(self) -> torch.cuda.Event:
+        """See `Lane`."""
+        with self._device.entered("mark"):
+            moment: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            moment.record(self.stream)
+            return moment
+
+    def after(self, moment: torch.cuda.Event) -> None:
+        """See `Lane`."""
+        with self._device.entered("after"):
+            self.stream.wait_event(moment)
+
+
 class CudaDevice:
     """See `Device` for what the methods are.
 
@@ -193,7 +226,7 @@ class CudaDevice:
         self._context = self.driver.call("cuDevicePrimaryCtxRetain", self.driver.call("cuDeviceGet", index))
         major, minor = torch.cuda.get_device_capability(index)
         self.architecture = f"sm_{major}{minor}"
-        with self._entered("CudaDevice"):
+        with self.entered("CudaDevice"):
             self.stream = self.stream_of(0)
             self.ring_kernel, self.set_kernel = self.compile(KERNELS, "ring", "set")
             self.host_function = int(self.driver.call("cuGetProcAddress", b"cuLaunchHostFunc", 12000, 0)[0])
@@ -208,7 +241,7 @@ class CudaDevice:
 
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See `Device`."""
-        with self._entered("host_tensor"):
+        with self.entered("host_tensor"):
             return torch.zeros(*shape, dtype=dtype, pin_memory=True)
 
     @contextlib.contextmanager
@@ -220,7 +253,7 @@ class CudaDevice:
         flags = api.CU_MEMHOSTREGISTER_PORTABLE | api.CU_MEMHOSTREGISTER_DEVICEMAP
         if not memory.flags.writeable:
             flags |= api.CU_MEMHOSTREGISTER_READ_ONLY
-        with self._entered("register"):
+        with self.entered("register"):
             try:
                 self.driver.call("cuMemHostRegister", memory.ctypes.data, memory.nbytes, flags)
             except DeviceError as error:
@@ -233,13 +266,13 @@ class CudaDevice:
             yield
         finally:
             if not self._lost:
-                with self._entered("unregister", closing=True):
+                with self.entered("unregister", closing=True):
                     self.driver.call("cuMemHostUnregister", memory.ctypes.data)
 
     def capture(self, build: Callable[[Stream], None]) -> CudaGraph:
         """See `Device`. Streams that `build` forks are joined in the end."""
         self.is_idle()  # forgets graphs
-        with self._entered("capture"), _no_collection():
+        with self.entered("capture"), _no_collection():
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             capture = _Capture(self)
             stream = capture.next_stream()
@@ -265,13 +298,33 @@ class CudaDevice:
     def launch(self, graph: Graph) -> None:
         """See `Device`. Others can run while it blocks."""
         assert isinstance(graph, CudaGraph)
-        with self._entered("launch"), torch.cuda.stream(self.stream):
+        with self.entered("launch"), torch.cuda.stream(self.stream):
             self._launched.add(graph)
             graph.graph.replay()
 
+    def launches(self) -> CudaLane:
+        """See `Device`."""
+        return CudaLane(self, self.stream)
+
+    def current(self) -> CudaLane:
+        """See `Device`."""
+        return CudaLane(self, torch.cuda.current_stream(self.torch_device))
+
+    def lane(self) -> CudaLane:
+        """See `Device`."""
+        with self.entered("lane"):
+            return CudaLane(self, torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
+
+    def free_bytes(self) -> int:
+        """See `Device`."""
+        with self.entered("free_bytes"):
+            free, _ = torch.cuda.mem_get_info(self.torch_device)
+            kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+            return free + kept
+
     def is_idle(self) -> bool:
         """See `Device`."""
-        with self._entered("is_idle"):
+        with self.entered("is_idle"):
             idle = self.driver.is_done(self.stream.cuda_stream)
             if idle:
                 self._launched.clear()
@@ -290,7 +343,7 @@ class CudaDevice:
         self.stop.set()
         if self._lost:
             return
-        with self._entered("close", closing=True):
+        with self.entered("close", closing=True):
             if not self._release(self._launched, _CLOSE):
                 logger.warning("%s does not end what was launched: its streams are kept", self.name)
                 return
@@ -302,7 +355,7 @@ class CudaDevice:
 
     def compile(self, source: str, *names: str) -> list[Kernel]:
         """Kernels of CUDA C, which may use `driver.RING`; raises `DeviceError` with the compiler's words."""
-        with self._entered("compile"):
+        with self.entered("compile"):
             module = self.driver.compile(source, self.architecture)
             return [Kernel(self.driver, module, name) for name in names]
 
@@ -344,7 +397,7 @@ class CudaDevice:
         return [wait, write]
 
     @contextlib.contextmanager
-    def _entered(self, operation: str, closing: bool = False) -> Iterator[None]:
+    def entered(self, operation: str, closing: bool = False) -> Iterator[None]:
         """The device's context is this thread's, and errors are `DeviceError`; refused where they cannot help."""
         refuse_in_duty(operation)
         if self._lost:
@@ -408,7 +461,7 @@ class CudaDevice:
         for _ in range(REPLAYS):
             self.launch(graph)
         thread.join()
-        with self._entered("probe"):
+        with self.entered("probe"):
             if not self._release([graph], seconds):
                 raise DeviceError(
                     f"{self.name}: a wait of the kind {self.waits.kind!r} does not wake and cannot be ended: "

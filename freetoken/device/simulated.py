@@ -75,6 +75,28 @@ class SimulatedGraph:
         return len(self._nodes)
 
 
+class Moment:
+    """When something is done."""
+
+    def __init__(self, done: bool = False) -> None:
+        self.done = done
+        self._then: list[Callable[[], None]] = []
+
+    def reach(self) -> None:
+        """It is done."""
+        self.done = True
+        then, self._then = self._then, []
+        for event in then:
+            event()
+
+    def then(self, event: Callable[[], None]) -> None:
+        """Let something happen when it is done, or now."""
+        if self.done:
+            event()
+        else:
+            self._then.append(event)
+
+
 class _Run:
     """A graph on its way: nodes below `accepted` are in the device's queue."""
 
@@ -82,6 +104,7 @@ class _Run:
         self.nodes, self._before = graph._nodes, graph._before
         self.accepted = 0
         self.left = len(self.nodes)
+        self.ended = Moment()
         self._missing = [len(node.after) for node in self.nodes]
         self._next = 0
         self._ready: list[int] = []
@@ -116,28 +139,13 @@ class SimulatedStream:
         """See `Stream`."""
         device = self._device
 
-        def start(done: Callable[[], None]) -> None:
-            def end() -> None:
-                work()
-                done()
-
-            device.later(device.vary(cost or device.speeds.kernel_s), end)
-
-        self._add("kernel", start)
+        self._add("kernel", lambda done: device.compute(work, cost, done))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `Stream`."""
         check_copy(target, source)
         device = self._device
-
-        def start(done: Callable[[], None]) -> None:
-            def end() -> None:
-                target.copy_(source)
-                done()
-
-            device.transfer(source.nbytes, end)
-
-        self._add("copy", start)
+        self._add("copy", lambda done: device.copy(target, source, done))
 
     def ring(self, flag: Flag, answered: bool = False) -> None:
         """See `Stream`."""
@@ -182,6 +190,73 @@ class SimulatedStream:
         self._last = tuple(sorted({*self._last, *other._last}))
 
 
+class SimulatedLane:
+    """A lane beside the caller's: its operations are done as time passes."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self._last = Moment(done=True)
+
+    def _add(self, start: Callable[[Callable[[], None]], None]) -> None:
+        before, self._last = self._last, Moment()
+        end = self._last.reach
+        before.then(lambda: start(end))
+
+    def kernel(self, work: Callable[[], object], cost: float = 0.0) -> None:
+        """See `Lane`."""
+        self._add(lambda done: self._device.compute(work, cost, done))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Lane`."""
+        check_copy(target, source)
+        self._add(lambda done: self._device.copy(target, source, done))
+
+    def mark(self) -> Moment:
+        """See `Lane`."""
+        return self._last
+
+    def after(self, moment: Moment) -> None:
+        """See `Lane`."""
+        self._add(moment.then)
+
+
+class CallersLane:
+    """What the caller computes itself, with torch on ordinary memory: what is put here is done on return."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+
+    def kernel(self, work: Callable[[], object], cost: float = 0.0) -> None:
+        """See `Lane`."""
+        self._now(lambda done: self._device.compute(work, cost, done), "kernel")
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Lane`."""
+        check_copy(target, source)
+        self._now(lambda done: self._device.copy(target, source, done), "copy")
+
+    def mark(self) -> Moment:
+        """See `Lane`."""
+        return Moment(done=True)
+
+    def after(self, moment: Moment) -> None:
+        """See `Lane`."""
+        self._now(moment.then, "after")
+
+    def _now(self, start: Callable[[Callable[[], None]], None], operation: str) -> None:
+        moment = Moment()
+        start(moment.reach)
+        self._device.until(moment, operation)
+
+
+class LaunchLane(CallersLane):
+    """The lane of launched graphs."""
+
+    def mark(self) -> Moment:
+        """See `Lane`."""
+        return self._device.last_run()
+
+
 class SimulatedClock:
     """The device's own time."""
 
@@ -224,6 +299,7 @@ class SimulatedDevice:
         seed: int = 0,
         *,
         queue_nodes: int = 1024,
+        memory_bytes: int = 1 << 40,
         speeds: Speeds | None = None,
         jitter: float = 0.3,
         preemption: float = 0.0,
@@ -239,6 +315,7 @@ class SimulatedDevice:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._room = queue_nodes
+        self._memory_bytes = memory_bytes
         self._runs: deque[_Run] = deque()
         self._parked: list[tuple[Flag, bool, Callable[[], None]]] = []
         self._driven: list[_Driven] = []
@@ -314,6 +391,22 @@ class SimulatedDevice:
             raise DeviceError("launch failed late: simulated fault", operation="launch")
         self._deliver_interrupt()
 
+    def launches(self) -> LaunchLane:
+        """See `Device`."""
+        return LaunchLane(self)
+
+    def current(self) -> CallersLane:
+        """See `Device`."""
+        return CallersLane(self)
+
+    def lane(self) -> SimulatedLane:
+        """See `Device`."""
+        return SimulatedLane(self)
+
+    def free_bytes(self) -> int:
+        """See `Device`."""
+        return self._memory_bytes
+
     def is_idle(self) -> bool:
         """See `Device`."""
         refuse_in_duty("is_idle", SimulatedHangError)
@@ -386,7 +479,7 @@ class SimulatedDevice:
         if self._lost:
             return
         while self._runs and not self._runs[0].left and self._runs[0].accepted == len(self._runs[0].nodes):
-            self._runs.popleft()
+            self._runs.popleft().ended.reach()
         for run in self._runs:
             taken = min(self._room, len(run.nodes) - run.accepted)
             run.accepted += taken
@@ -421,11 +514,36 @@ class SimulatedDevice:
                     self.poke()
                 self.later(self.vary(self.speeds.wake_s), done)
 
-    # -- transfers
+    def last_run(self) -> Moment:
+        """When all that was launched has ended."""
+        return self._runs[-1].ended if self._runs else Moment(done=True)
 
-    def transfer(self, nbytes: int, done: Callable[[], None]) -> None:
+    def until(self, moment: Moment, operation: str) -> None:
+        """Let events happen until a moment."""
+        refuse_in_duty(operation, SimulatedHangError)
+        self._until(lambda: moment.done, operation)
+        self._deliver_interrupt()
+
+    # -- operations
+
+    def compute(self, work: Callable[[], object], cost: float, done: Callable[[], None]) -> None:
+        """A kernel."""
+
+        def end() -> None:
+            work()
+            done()
+
+        self.later(self.vary(cost or self.speeds.kernel_s), end)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, done: Callable[[], None]) -> None:
         """A copy over the link."""
-        self.later(self.vary(self.speeds.copy_s), lambda: self._flow(nbytes, frozenset({"link", "host"}), done))
+
+        def end() -> None:
+            target.copy_(source)
+            done()
+
+        through = frozenset({"link", "host"})
+        self.later(self.vary(self.speeds.copy_s), lambda: self._flow(source.nbytes, through, end))
 
     def _flow(self, nbytes: int, through: frozenset[str], done: Callable[[], None]) -> None:
         self._flows[self._sharing.begin(self.time, nbytes, through)] = done

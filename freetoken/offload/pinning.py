@@ -1,0 +1,204 @@
+"""Host banks registered with a device, layer by layer, by a thread of its own, and never while a step is in flight.
+
+A device reaches registered memory itself, for fetches and for copies that do not wait. Registering needs filled pages,
+takes about a tenth of a second for each GiB, and may be refused: by a limit, by a system that has none (WSL has a small
+one), by the driver. That is no error: such a layer is computed on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from freetoken import settings
+from freetoken.banks import LayerBank
+from freetoken.device.base import Device
+from freetoken.errors import ConfigError, DeviceError, FreeTokenError
+from freetoken.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+WAITING, PINNED, REFUSED, RELEASED = "waiting", "pinned", "refused", "released"
+"""States of a layer's bank."""
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What of the banks a device reaches. refused: why the first layer that was refused was."""
+
+    layers: int
+    nbytes: int
+    waiting_layers: int
+    refused_layers: int
+    refused_bytes: int
+    refused: str
+
+    def __str__(self) -> str:
+        text = f"{self.layers} layers pinned, {format_bytes(self.nbytes)}"
+        if self.waiting_layers:
+            text += f"; {self.waiting_layers} not yet"
+        if self.refused_layers:
+            text += f"; {self.refused_layers} refused, {format_bytes(self.refused_bytes)} ({self.refused})"
+        return text
+
+
+class Pinner:
+    """Registers banks with a device.
+
+    on_pinned: called by the pinning thread with each layer's number, before `is_pinned` says so. limit_bytes: never
+    more than this is registered; None for FREETOKEN_PIN_LIMIT. The order is that of the layers; a bank that does not
+    fit any more is passed over, smaller ones after it may fit.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        banks: Sequence[LayerBank],
+        limit_bytes: int | None = None,
+        on_pinned: Callable[[int], object] = lambda layer: None,
+    ) -> None:
+        if limit_bytes is not None and limit_bytes < 0:
+            raise ConfigError(
+                f"limit_bytes is {limit_bytes}, expected 0 or more",
+                name="limit_bytes",
+                value=limit_bytes,
+                expected="0 or more",
+            )
+        self._device = device
+        self._banks = tuple(banks)
+        self._limit = settings.PIN_LIMIT.read() << 20 if limit_bytes is None else limit_bytes
+        self._on_pinned = on_pinned
+        self._states = [WAITING] * len(self._banks)
+        self._why = ""
+        self._registered: list[contextlib.ExitStack | None] = [None] * len(self._banks)
+        self._turn = threading.Condition()
+        self._steps = 0  # in flight
+        self._wanted = False  # a registration waits for a moment without a step
+        self._busy = False  # it goes on
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    # -- what others ask
+
+    def is_pinned(self, layer: int) -> bool:
+        """Whether the device reaches all of a layer's bank."""
+        return self._states[layer] is PINNED
+
+    @property
+    def status(self) -> Pinned:
+        """Of all layers, now."""
+        states = list(self._states)
+
+        def nbytes(state: str) -> int:
+            return sum(bank.nbytes for bank, now in zip(self._banks, states, strict=True) if now is state)
+
+        return Pinned(
+            states.count(PINNED),
+            nbytes(PINNED),
+            states.count(WAITING),
+            states.count(REFUSED),
+            nbytes(REFUSED),
+            self._why,
+        )
+
+    # -- the thread
+
+    def start(self) -> None:
+        """Begin in a thread of its own, which does not keep the process alive."""
+        self._thread = threading.Thread(target=self.run, name="freetoken-pinning", daemon=True)
+        self._thread.start()
+
+    def run(self) -> None:
+        """Register all that can be: the body of the thread."""
+        total = 0
+        for layer, bank in enumerate(self._banks):
+            if total + bank.nbytes > self._limit:
+                self._refuse(layer, f"FREETOKEN_PIN_LIMIT leaves {format_bytes(max(0, self._limit - total))}")
+                continue
+            with self._between_steps() as go:
+                if not go:
+                    return
+                self._register(layer, bank)
+            total += bank.nbytes if self._states[layer] is PINNED else 0
+        status = self.status
+        if status.refused_layers:
+            logger.warning("%s: layers that are not pinned are computed on the CPU", status)
+        else:
+            logger.info("%s", status)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step: while one is in flight nothing is registered. Waits for a registration that goes on."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._busy and not (self._wanted and not self._steps))
+            self._steps += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._steps -= 1
+                self._turn.notify_all()
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[bool]:
+        """A moment without a step, which steps wait for; False when it is over with pinning.
+
+        A registration that waits has its turn before the next step begins: steps may follow each other closely.
+        """
+        with self._turn:
+            self._wanted = True
+            self._turn.wait_for(lambda: self._stopped or not self._steps)
+            self._wanted, self._busy = False, not self._stopped
+            go = self._busy
+            self._turn.notify_all()
+        try:
+            yield go
+        finally:
+            with self._turn:
+                self._busy = False
+                self._turn.notify_all()
+
+    def _register(self, layer: int, bank: LayerBank) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                for shard in bank.shards:
+                    stack.enter_context(self._device.register(shard.records.reshape(-1)))
+            except DeviceError as error:
+                if error.facts["lost"]:
+                    raise
+                self._refuse(layer, str(error))
+                return
+            self._registered[layer] = stack.pop_all()
+        self._on_pinned(layer)
+        self._states[layer] = PINNED
+
+    def _refuse(self, layer: int, why: str) -> None:
+        self._states[layer] = REFUSED
+        self._why = self._why or why
+
+    def wait(self) -> Pinned:
+        """Return when all layers have been tried; not inside a step."""
+        if self._thread is not None:
+            self._thread.join()
+        return self.status
+
+    def release(self, layer: int) -> None:
+        """Give a layer back: its bank may go."""
+        stack, self._registered[layer] = self._registered[layer], None
+        self._states[layer] = RELEASED
+        if stack is not None:
+            stack.close()
+
+    def close(self) -> None:
+        """End pinning and give all back. Nothing may be in flight that reads banks. May be called again."""
+        with self._turn:
+            self._stopped = True
+            self._turn.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        for layer in range(len(self._banks)):
+            with contextlib.suppress(FreeTokenError):  # a lost device has given it back
+                self.release(layer)

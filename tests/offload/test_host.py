@@ -1,0 +1,90 @@
+"""Layers that the host computes for a device: what `Executor.run` gives, through the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from freetoken import formats
+from freetoken.device.base import Device
+from freetoken.device.simulated import SimulatedDevice
+from freetoken.duties._worker import Worker
+from freetoken.errors import StepError
+from freetoken.executor import Activation, BoundLayer, Executor
+from freetoken.offload.host import HostExperts
+from tests.test_executor import EXPERTS, TOP_K, make_bank, make_input
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    if request.param == "simulated":
+        yield SimulatedDevice(3, queue_nodes=4)
+        return
+    from freetoken.device.cuda import CudaDevice
+
+    device = CudaDevice()
+    yield device
+    device.close()
+
+
+def bound(executor: Executor, name: str = "q8_0") -> BoundLayer:
+    return executor.bind(make_bank(formats.get(name)), Activation())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_same_bits_as_a_call(device: Device, dtype: torch.dtype) -> None:
+    executor = Executor((0, 1), dtype)
+    layers = [bound(executor, name) for name in ("q8_0", "nvfp4")]
+    host = HostExperts(device, executor)
+    on = device.torch_device
+    for n in (1, 3, 4, 1, 700, 2):
+        for number, layer in enumerate(layers):
+            x, ids, weights = make_input(n, seed=n)
+            x = x.to(dtype)
+            expected = layer.run(x, ids, weights)
+            out = host.run(number, layer, x.to(on), ids.to(on), weights.to(on))
+            host.finish()
+            assert out.dtype == dtype and torch.equal(out.cpu(), expected)
+    host.close()
+
+
+def test_results_are_the_callers_own(device: Device) -> None:
+    executor = Executor((0,), torch.float32)
+    layer, host = bound(executor), HostExperts(device, executor)
+    inputs = [make_input(2, seed=seed) for seed in range(8)]
+    found = [host.run(0, layer, *(t.to(device.torch_device) for t in one)) for one in inputs]
+    host.finish()
+    for one, out in zip(inputs, found, strict=True):
+        assert torch.equal(out.cpu(), layer.run(*one))
+    host.close()
+
+
+def test_ids_of_nobody(device: Device) -> None:
+    executor = Executor((0,), torch.float32)
+    layer, host = bound(executor), HostExperts(device, executor)
+    x, ids, weights = make_input(3)
+    ids = torch.full((3, TOP_K), EXPERTS)
+    ids[2, 0] = -1
+    assert not host.run(0, layer, *(t.to(device.torch_device) for t in (x, ids, weights))).any()
+    host.close()
+
+
+def test_a_failure_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the step protocol is raised by `finish`, and the layer is right afterwards."""
+    device = SimulatedDevice(4)
+    executor = Executor((0,), torch.float32)
+    layer, host = bound(executor), HostExperts(device, executor)
+    one = make_input(2)
+    assert torch.equal(host.run(0, layer, *one), layer.run(*one))
+    worker: Worker = host._worker
+    assert worker.on_failure is not None
+    worker.on_failure(host._steps._graphs.pop().duties[0], host._steps.number + 1, ValueError("broken"))
+    with pytest.raises(StepError, match="layer 0, experts failed: ValueError: broken"):
+        host.finish()
+    host._graphs.clear()
+    assert torch.equal(host.run(0, layer, *one), layer.run(*one))
+    host.close()
+    with pytest.raises(StepError, match="closed"):
+        host.run(0, layer, *one)

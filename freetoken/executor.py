@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -228,10 +229,7 @@ class Executor:
         return out
 
     def __reduce__(self) -> str:
-        raise UnsupportedError(
-            "experts in host banks cannot be copied or pickled; call freetoken.load again where the model is needed",
-            feature="pickle",
-        )
+        refuse_copy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,8 +247,15 @@ class BoundLayer:
         return self.executor.run(self, x, ids, weights)
 
     def __deepcopy__(self, memo: object) -> BoundLayer:
-        self.executor.__reduce__()
-        raise AssertionError("unreachable")
+        refuse_copy()
+
+
+def refuse_copy() -> NoReturn:
+    """What copying or pickling a model with banks comes to."""
+    raise UnsupportedError(
+        "experts in host banks cannot be copied or pickled; call freetoken.load again where the model is needed",
+        feature="pickle",
+    )
 
 
 def forked_error() -> UnsupportedError:
@@ -272,7 +277,7 @@ def check_kernel(bank: Bank, activation: Activation, choice: KernelChoice) -> fl
     values = (x.astype(np.float64), activation.kind, activation.alpha, activation.limit, choice.rounding)
     expected = reference.run_expert(bank.get(0), *values)
     if not 1e-20 < np.linalg.norm(expected) < 1e20:
-        bank = _ordinary_bank(bank.layout)
+        bank = ordinary_bank(bank.layout)
         expected = reference.run_expert(bank.get(0), *values)
     layer, errors = _bind(bank, activation, choice), []
     for part in {1, tokens}:
@@ -283,7 +288,8 @@ def check_kernel(bank: Bank, activation: Activation, choice: KernelChoice) -> fl
     return float(np.max(errors))
 
 
-def _ordinary_bank(layout: RecordLayout) -> Bank:
+def ordinary_bank(layout: RecordLayout) -> Bank:
+    """One expert of ordinary random weights, to check kernels with."""
     random = np.random.default_rng(1)
 
     def matrix(n: int, k: int) -> Matrix:

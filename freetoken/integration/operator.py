@@ -18,13 +18,16 @@ import torch
 
 from freetoken.errors import FreeTokenError
 from freetoken.executor import BoundLayer, forked_error
+from freetoken.offload.layer import DeviceLayer
 
 IMPLEMENTATION = "freetoken"
 """Name under which the experts function is registered with transformers."""
 
 _HANDLE = "_freetoken_handle"
 _LAYER = "_freetoken_layer"
-_layers: weakref.WeakValueDictionary[int, BoundLayer] = weakref.WeakValueDictionary()
+AnyLayer = BoundLayer | DeviceLayer
+"""What computes a module's experts."""
+_layers: weakref.WeakValueDictionary[int, AnyLayer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _table_lock = threading.Lock()
 _forks = 0
@@ -58,7 +61,7 @@ def experts_forward(
     return result
 
 
-def attach_layer(module: torch.nn.Module, layer: BoundLayer) -> None:
+def attach_layer(module: torch.nn.Module, layer: AnyLayer) -> None:
     """Give a module its layer, ready to run."""
     keep_layer(module, layer)
     with _table_lock:
@@ -67,7 +70,7 @@ def attach_layer(module: torch.nn.Module, layer: BoundLayer) -> None:
     object.__setattr__(module, _HANDLE, handle)
 
 
-def keep_layer(module: torch.nn.Module, layer: BoundLayer) -> None:
+def keep_layer(module: torch.nn.Module, layer: AnyLayer) -> None:
     """Give a module its layer, which refuses to run before `attach_layer`.
 
     Kept outside torch's state, so that .to(), state_dict and estimates never see it.
@@ -80,10 +83,10 @@ def is_ready(module: torch.nn.Module) -> bool:
     return hasattr(module, _HANDLE)
 
 
-def layer_of(module: torch.nn.Module) -> BoundLayer | None:
+def layer_of(module: torch.nn.Module) -> AnyLayer | None:
     """The layer a module was given, or None."""
     layer: Any = getattr(module, _LAYER, None)
-    return layer if isinstance(layer, BoundLayer) else None
+    return layer if isinstance(layer, AnyLayer) else None
 
 
 def _count_fork() -> None:

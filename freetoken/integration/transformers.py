@@ -48,7 +48,7 @@ from freetoken.checkpoint.open import open_any, scan_any
 from freetoken.checkpoint.records import RecordExperts, require_shareable
 from freetoken.checkpoint.safetensors import Checkpoint
 from freetoken.errors import CheckpointError, ConfigError, FreeTokenError
-from freetoken.executor import Executor
+from freetoken.executor import BoundLayer, Executor
 from freetoken.formats.base import Format
 from freetoken.integration import gguf
 from freetoken.integration.hub import local_folder
@@ -285,8 +285,8 @@ def banks_bar(total: int, show: bool) -> Any:
 def finish(model: Any) -> None:
     """What any model with banks is: its banks locked if that is set, without gradients, and refused after a fork."""
     if settings.MLOCK.read() == "on":
-        for layer in filter(None, map(layer_of, model.modules())):
-            for shard in layer.bank.shards:
+        for bank in (layer.bank for layer in map(layer_of, model.modules()) if isinstance(layer, BoundLayer)):
+            for shard in bank.shards:
                 residency.lock(shard.records)
     model.requires_grad_(False)
     refuse_after_fork(model)

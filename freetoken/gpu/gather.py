@@ -28,7 +28,9 @@ class Gather:
 
     def __init__(self, addresses: Sequence[int], record_bytes: Sequence[int], device: torch.device) -> None:
         if len(addresses) != len(record_bytes) or not addresses:
-            raise ValueError(f"{len(addresses)} banks and {len(record_bytes)} sizes of records, expected as many, not 0")
+            raise ValueError(
+                f"{len(addresses)} banks and {len(record_bytes)} sizes of records, expected as many, not 0"
+            )
         if any(n % 16 or n <= 0 for n in (*addresses, *record_bytes)):
             raise ValueError(f"banks at {addresses}, records of {record_bytes} bytes: expected multiples of 16")
         offsets = [sum(record_bytes[:i]) for i in range(len(record_bytes))]
@@ -47,7 +49,7 @@ class Gather:
 
 
 @triton.jit
-def _gather(  # type: ignore[no-untyped-def]
+def _gather(
     expert, target, shards,
     F: tl.constexpr, PADDED_F: tl.constexpr, SHARDS: tl.constexpr, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip

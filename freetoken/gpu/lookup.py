@@ -11,51 +11,18 @@ step keep the order that they had. Free slots have never been used and come firs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from freetoken.gpu.tables import Tables
 from freetoken.gpu.units import COLUMNS, Fetches, Units
 
 MOST_ROUTES = 64
 """Of one look-up: routes are compared with each other, 64 * 64 at most."""
 MOST_EXPERTS = 512
 """Of one layer, and as many slots."""
-COUNTS = 4
-"""Counters of a layer: steps, routed, hits, misses."""
 _WARPS = 4
-
-
-@dataclass(frozen=True)
-class Tables:
-    """What the device knows of one layer's slots. Slot s lies at address `pool + s * slot_bytes`.
-
-    slot_of: (E,) int32, each expert's slot, -1: none. expert_in: (S,) int32, the inverse. used: (S,) int64, the step of
-    the last use, 0: never. order: (S,) int32, all slots, that used longest ago first. step: (1,) int64, look-ups so far.
-    counts: (COUNTS,) int64, to which look-ups add while counting, (1,) int32, is not 0.
-    """
-
-    slot_of: torch.Tensor
-    expert_in: torch.Tensor
-    used: torch.Tensor
-    order: torch.Tensor
-    step: torch.Tensor
-    counts: torch.Tensor
-    counting: torch.Tensor
-    pool: int
-    slot_bytes: int
-
-    @property
-    def n_experts(self) -> int:
-        """E."""
-        return self.slot_of.shape[0]
-
-    @property
-    def n_slots(self) -> int:
-        """S."""
-        return self.expert_in.shape[0]
 
 
 class Found:
@@ -88,7 +55,9 @@ class Lookup:
         if not 1 <= routes <= MOST_ROUTES:
             raise ValueError(f"a look-up of {routes} routes, expected 1 to {MOST_ROUTES}: pass fewer tokens at once")
         if max(tables.n_experts, tables.n_slots) > MOST_EXPERTS:
-            raise ValueError(f"{tables.n_experts} experts and {tables.n_slots} slots, at most {MOST_EXPERTS} are handled")
+            raise ValueError(
+                f"{tables.n_experts} experts and {tables.n_slots} slots, at most {MOST_EXPERTS} are handled"
+            )
         if tables.n_slots < min(routes, tables.n_experts):
             raise ValueError(
                 f"{tables.n_slots} slots for {tables.n_experts} experts, but {routes} routes may need "
@@ -122,7 +91,7 @@ class Lookup:
 
 
 @triton.jit(do_not_specialize=["pool", "slot_bytes"])
-def _look_up(  # type: ignore[no-untyped-def]
+def _look_up(
     ids, slot_of, expert_in, used, order, step, counts, counting,
     address, route, expert, target, pool, slot_bytes,
     E: tl.constexpr, S: tl.constexpr, R: tl.constexpr, APART: tl.constexpr, COLUMNS: tl.constexpr,

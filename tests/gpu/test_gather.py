@@ -11,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from freetoken.gpu.gather import Gather
+from freetoken.gpu.lookup import Found, Lookup
 from freetoken.gpu.units import Fetches
+from freetoken.offload.slots import LayerExperts, SlotPool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GUARD = 64
@@ -126,3 +128,37 @@ def test_what_cannot_be_copied_is_refused() -> None:
         Gather([64], [72], DEVICE)
     with pytest.raises(ValueError, match=r"banks at \[8\]"):
         Gather([8], [64], DEVICE)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_units_find_the_records_of_their_experts(apart: bool) -> None:
+    """Look-up and gather together, step after step: at each unit's address lies what its routes asked for."""
+    random = np.random.default_rng(5)
+    shapes = [LayerExperts(12, 3, (192, 128)), LayerExperts(12, 3, (320,)), LayerExperts(6, 3, (64,))]
+    pool = SlotPool(shapes, (7, 6, 6), DEVICE)
+    banks = [[make_bank(random, shape.n_experts, n) for n in shape.record_bytes] for shape in shapes]
+    lookups = [Lookup(pool.tables(layer), 6, apart=apart) for layer in range(3)]
+    found, routed, missed = Found(6, DEVICE), 0, 0
+    with contextlib.ExitStack() as stack:
+        gathers = [
+            Gather(stack.enter_context(reachable(*parts)), shape.record_bytes, DEVICE)
+            for parts, shape in zip(banks, shapes, strict=True)
+        ]
+        for _ in range(40):
+            for layer, shape in enumerate(shapes):
+                ids = torch.from_numpy(random.integers(-1, shape.n_experts, (2, 3)))
+                lookups[layer](ids.to(DEVICE), found)
+                gathers[layer](found.fetches)
+                missed += sum(expert >= 0 for expert in found.fetches.expert.tolist())
+                memory, wanted = pool.memory(layer), ids.flatten().tolist()
+                for units in (found.units, found.late):
+                    for address, routes in zip(units.address.tolist(), units.route.tolist(), strict=True):
+                        for route in (route for route in routes if route >= 0):
+                            slot, offset = divmod(address - memory.data_ptr(), shape.slot_bytes)
+                            assert offset == 0
+                            record = np.concatenate([part[wanted[route]] for part in banks[layer]])
+                            np.testing.assert_array_equal(memory[slot].cpu().numpy(), record)
+                            wanted[route] = -1
+                assert set(wanted) == {-1}  # every route had its unit
+                routed += int((ids >= 0).sum())
+    assert (pool.statistics().routed, pool.statistics().misses) == (routed, missed)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from freetoken.gpu.lookup import COUNTS, Found, Lookup, Tables
+from freetoken.gpu.lookup import Found, Lookup
+from freetoken.gpu.tables import COUNTS, Tables
 from freetoken.gpu.units import COLUMNS, Units
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,7 +122,9 @@ def check_step(model: Model, tables: Tables, lookup: Lookup, ids: torch.Tensor, 
     given = [slot for slot, expert in enumerate(model.expert_in) if before[0][slot] != expert]
     assert not {before[0][slot] for slot in given} & set(routes)
     kept = [slot for slot in range(model.n_slots) if slot not in given and before[0][slot] not in routes]
-    assert max((before[1][slot] for slot in given), default=0) <= min((before[1][slot] for slot in kept), default=1 << 60)
+    assert max((before[1][slot] for slot in given), default=0) <= min(
+        (before[1][slot] for slot in kept), default=1 << 60
+    )
     return fetched
 
 
@@ -152,7 +155,9 @@ def test_does_what_the_model_does(n_experts: int, n_slots: int, shape: tuple[int
     model = Model(n_experts, n_slots)
 
     for _ in range(STEPS):
-        check_step(model, tables, lookup, draw(random, n_experts, shape, random.choice(["uniform", "skewed", "bad"])), found)
+        check_step(
+            model, tables, lookup, draw(random, n_experts, shape, random.choice(["uniform", "skewed", "bad"])), found
+        )
 
 
 def test_random_shapes() -> None:

@@ -26,8 +26,8 @@ LAYERS: list[set[str]] = [
     {"banks", "checkpoint"},
     {"executor"},
     {"device", "duties", "rows"},
-    {"cache", "gpu", "offload"},
-    {"bandwidth", "planner"},
+    {"cache", "gpu"},
+    {"bandwidth", "offload", "planner"},
     {"graph"},
     {"fidelity", "info", "integration", "model_report"},
     {"", "__main__", "cli"},
@@ -187,8 +187,8 @@ def test_checker_sees(tmp_path: Path, file: str, source: str, fault: str | None)
 
 
 def test_checker_sees_modules_that_import_each_other(tmp_path: Path) -> None:
-    (tmp_path / "cache.py").write_text("import freetoken.offload\n")
-    (tmp_path / "offload.py").write_text("import freetoken.cache\n")
+    (tmp_path / "cache.py").write_text("import freetoken.gpu\n")
+    (tmp_path / "gpu.py").write_text("import freetoken.cache\n")
 
     assert find_faults(tmp_path)[0].startswith("modules import each other")
 

@@ -242,6 +242,26 @@ class BoundLayer:
     choice: KernelChoice
     kernel: ExpertLayer | ShardedLayer
 
+    @property
+    def bound(self) -> BoundLayer:
+        """This layer: it is on the host."""
+        return self
+
+    @property
+    def layout(self) -> RecordLayout:
+        """Of whole experts."""
+        return self.bank.layout
+
+    @property
+    def n_experts(self) -> int:
+        """E."""
+        return self.bank.n_experts
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert's records, of all shards."""
+        return self.bank.nbytes // self.bank.n_experts
+
     def run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Executor.run`."""
         return self.executor.run(self, x, ids, weights)

@@ -14,6 +14,8 @@ from freetoken.executor import BoundLayer
 from freetoken.integration.operator import layer_of
 from freetoken.memory import residency
 from freetoken.memory.placement import Achieved, measure
+from freetoken.offload.experts import Usage
+from freetoken.offload.layer import DeviceLayer
 from freetoken.units import format_bytes
 
 
@@ -23,7 +25,8 @@ class Report:
 
     shared: banks are files mapped read-only, one copy for all processes that map them. swapped_bytes, locked_bytes: of
     the banks, now. pages_by_node, local_share: what the kernel says of samples of the pages, on a machine where they
-    may lie on several nodes; else empty and None.
+    may lie on several nodes; else empty and None. What of the host does not apply where a device holds all experts is
+    empty or 0. device: where the dense part and slots are, None for a model on the CPU.
     """
 
     model: str
@@ -47,10 +50,34 @@ class Report:
     placement: str
     pages_by_node: dict[int, int]
     local_share: float | None
+    device: Usage | None
+
+    @property
+    def slots(self) -> int:
+        """Records that the device has room for."""
+        return 0 if self.device is None else self.device.slots
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of wanted experts that were in slots; None before any was looked up."""
+        return None if self.device is None else self.device.hit_rate
+
+    @property
+    def fetched_bytes_per_token(self) -> float | None:
+        """Bytes that were fetched into slots for a token; None before any expert was looked up."""
+        if self.device is None or self.device.statistics is None or not self.device.statistics.routed:
+            return None
+        return self.device.statistics.fetched_bytes / (self.device.statistics.routed / self.routes_per_token)
+
+    @property
+    def routes_per_token(self) -> int:
+        """Experts that a token goes through."""
+        return self.layers * self.experts_per_token
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, ready for JSON."""
-        return asdict(self)
+        derived = {name: getattr(self, name) for name in ("slots", "hit_rate", "fetched_bytes_per_token")}
+        return asdict(self) | derived
 
     def __str__(self) -> str:
         cores = ", ".join(map(str, self.cores))
@@ -61,20 +88,48 @@ class Report:
         )
         pages = ", ".join(f"{count} on node {node}" for node, count in self.pages_by_node.items())
         share = "" if self.local_share is None else f", {self.local_share:.0%} local to their readers"
+        host = [
+            f"experts    {', '.join(self.formats)}: {format_bytes(self.bank_bytes)} in "
+            f"{'files mapped read-only, shared' if self.shared else 'host banks'}{locked}, "
+            f"{format_bytes(self.expert_bytes)} each",
+            *([swapped] if self.swapped_bytes else []),
+            f"placement  {self.placement}{f': pages {pages}{share}' if pages else ''}",
+        ]
+        if not self.bank_bytes:
+            host = [f"experts    {', '.join(self.formats)}, {format_bytes(self.expert_bytes)} each"]
+        runs = (
+            f"runs on    {', '.join(self.tiers)} with {', '.join(self.activations)} activations, "
+            f"{self.threads} threads on CPUs {cores} ({self.cores_why})"
+        )
         return "\n".join(
             [
                 f"{self.model}: {self.layers} expert layers of {self.experts} experts, top {self.experts_per_token}, "
                 f"hidden {self.hidden}, width {self.intermediate}",
-                f"experts    {', '.join(self.formats)}: {format_bytes(self.bank_bytes)} in "
-                f"{'files mapped read-only, shared' if self.shared else 'host banks'}{locked}, "
-                f"{format_bytes(self.expert_bytes)} each",
-                *([swapped] if self.swapped_bytes else []),
-                f"placement  {self.placement}{f': pages {pages}{share}' if pages else ''}",
+                *host,
                 f"per token  {format_bytes(self.expert_bytes_per_token)} of experts read",
-                f"runs on    {', '.join(self.tiers)} with {', '.join(self.activations)} activations, "
-                f"{self.threads} threads on CPUs {cores} ({self.cores_why})",
+                *([runs] if self.device is None else self._device_lines(self.device)),
             ]
         )
+
+    def _device_lines(self, device: Usage) -> list[str]:
+        lines = [f"device     {device.device}, strategy {device.strategy}"]
+        if device.kernels:
+            lines[0] += f", {', '.join(device.kernels)}"
+        if device.host_threads:
+            lines.append(f"host       {', '.join(self.tiers)}, {device.host_threads} threads")
+        if device.slots:
+            buffers = f", two buffers of {format_bytes(device.buffer_bytes // 2)}" if device.buffer_bytes else ""
+            lines.append(f"slots      {device.slots}, {format_bytes(device.slot_bytes)}{buffers}")
+        if device.pinned is not None:
+            rate = f"; the link copies {device.link_bps / 1e9:.1f} GB/s" if device.link_bps else ""
+            lines.append(f"pinned     {device.pinned}{rate}")
+        if self.fetched_bytes_per_token is not None:
+            lines.append(
+                f"fetched    {format_bytes(round(self.fetched_bytes_per_token))} a token, hit rate {self.hit_rate:.0%}"
+            )
+        if device.streamed_bytes:
+            lines.append(f"streamed   {format_bytes(device.streamed_bytes)} for many tokens at once")
+        return lines
 
 
 def report(model: Any) -> Report:
@@ -84,32 +139,37 @@ def report(model: Any) -> Report:
     if not layers:
         raise FreeTokenError(f"{type(model).__name__} has no banks: only models from freetoken.load or attach have")
     per_token = experts_per_token(model.config.get_text_config().to_dict())
-    executor, layout = layers[0].executor, layers[0].bank.layout
-    pages = residency.read(shard.records for layer in layers for shard in layer.bank.shards)
-    achieved = _measure(layers)
-    shared = all(shard.shared for layer in layers for shard in layer.bank.shards)
+    bound = [found for layer in layers if (found := layer.bound) is not None]
+    shards = [shard for layer in bound for shard in layer.bank.shards]
+    executor, pages, achieved = None, residency.read(shard.records for shard in shards), None
+    if bound:
+        executor, achieved = bound[0].executor, _measure(bound)
+    shared = bool(shards) and all(shard.shared for shard in shards)
+    placed = "" if executor is None else str(executor.placement or "off (not chosen)")
+    first = layers[0]
     return Report(
         model=type(model).__name__,
         layers=len(layers),
-        experts=layers[0].bank.n_experts,
+        experts=first.n_experts,
         experts_per_token=per_token,
-        hidden=layout.hidden,
-        intermediate=layout.intermediate,
-        formats=_distinct(layer.bank.layout.format.name for layer in layers),
+        hidden=first.layout.hidden,
+        intermediate=first.layout.intermediate,
+        formats=_distinct(layer.layout.format.name for layer in layers),
         shared=shared,
-        bank_bytes=sum(layer.bank.nbytes for layer in layers),
+        bank_bytes=sum(layer.bank.nbytes for layer in bound),
         swapped_bytes=pages.swapped_bytes,
         locked_bytes=pages.locked_bytes,
-        expert_bytes=layers[0].bank.nbytes // layers[0].bank.n_experts,
-        expert_bytes_per_token=sum(per_token * layer.bank.nbytes // layer.bank.n_experts for layer in layers),
-        tiers=_distinct(_tier(layer) for layer in layers),
-        activations=_distinct(layer.choice.act for layer in layers),
-        threads=len(executor.workers),
-        cores=executor.workers,
-        cores_why=executor.why,
-        placement="not placed (the page cache's)" if shared else str(executor.placement or "off (not chosen)"),
+        expert_bytes=first.expert_bytes,
+        expert_bytes_per_token=sum(per_token * layer.expert_bytes for layer in layers),
+        tiers=_distinct(_tier(layer) for layer in bound),
+        activations=_distinct(layer.choice.act for layer in bound),
+        threads=0 if executor is None else len(executor.workers),
+        cores=() if executor is None else executor.workers,
+        cores_why="" if executor is None else executor.why,
+        placement="not placed (the page cache's)" if shared else placed,
         pages_by_node={} if achieved is None else dict(achieved.pages),
         local_share=None if achieved is None else achieved.local_share,
+        device=first.experts.usage() if isinstance(first, DeviceLayer) else None,
     )
 
 

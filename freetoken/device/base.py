@@ -178,7 +178,10 @@ class Stream(Protocol):
 
 
 class Lane(Protocol):
-    """Operations in their order that are put on the device at once: a stream outside of graphs."""
+    """Operations in their order that are put on the device at once: a stream outside of graphs.
+
+    Two of the same order are equal.
+    """
 
     def kernel(self, work: Callable[[], object], cost: float = 0.0) -> None:
         """See `Stream.kernel`."""
@@ -210,8 +213,11 @@ class Device(Protocol):
 
     name: str
     torch_device: torch.device
-    clock: Clock
     waits: Waits
+
+    @property
+    def clock(self) -> Clock:
+        """Its time."""
 
     def flags(self, n: int) -> Sequence[Flag]:
         """New flags, 0."""
@@ -221,6 +227,9 @@ class Device(Protocol):
 
     def register(self, memory: NDArray[Any]) -> AbstractContextManager[None]:
         """Let the device reach host memory that is there already, until the context ends; `DeviceError` if refused."""
+
+    def pointer(self, memory: torch.Tensor) -> int:
+        """Where the device finds memory; `DeviceError` for memory of the host that is not registered."""
 
     def capture(self, build: Callable[[Stream], None]) -> Graph:
         """The graph of what `build` puts on the stream that it is given."""
@@ -239,6 +248,9 @@ class Device(Protocol):
 
     def free_bytes(self) -> int:
         """Of the device's memory, what torch can still allocate."""
+
+    def synchronize(self) -> None:
+        """Return when all lanes are done with what they have. No graph may be on its way that waits for the host."""
 
     def is_idle(self) -> bool:
         """Whether all that was launched is done; `DeviceError` if the device has failed."""

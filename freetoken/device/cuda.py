@@ -159,6 +159,11 @@ class CudaLane:
     def __init__(self, device: CudaDevice, stream: torch.cuda.Stream) -> None:
         self._device, self.stream = device, stream
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaLane) and self.stream.cuda_stream == other.stream.cuda_stream
+
+    __hash__ = None  # type: ignore[assignment]
+
     def kernel(self, work: Callable[[], object], cost: float = 0.0) -> None:
         """See `Lane`."""
         with self._device.entered("kernel"), torch.cuda.stream(self.stream):
@@ -321,6 +326,11 @@ class CudaDevice:
             free, _ = torch.cuda.mem_get_info(self.torch_device)
             kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
             return free + kept
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        with self.entered("synchronize"):
+            torch.cuda.synchronize(self.torch_device)
 
     def is_idle(self) -> bool:
         """See `Device`."""

@@ -13,6 +13,7 @@ import contextlib
 import heapq
 import itertools
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from freetoken.device.base import Actor, Flag, Stream, Waits, make_flags, refuse_in_duty
+from freetoken.device.base import Actor, Flag, Graph, Stream, Waits, make_flags, refuse_in_duty
 from freetoken.device.sharing import Flow, Sharing
 from freetoken.device.simulated_streams import (
     CallersLane,
@@ -169,6 +170,7 @@ class SimulatedDevice:
         self._flows: dict[Flow, Callable[[], None]] = {}
         self._sharing_version = 0
         self._spent = (0.0, 0)
+        self._lanes: weakref.WeakSet[SimulatedLane] = weakref.WeakSet()
         self._faults: dict[str, int] = {}
         self._lost = False
 
@@ -218,8 +220,9 @@ class SimulatedDevice:
         build(SimulatedStream(self, nodes))
         return SimulatedGraph(nodes)
 
-    def launch(self, graph: SimulatedGraph) -> None:
+    def launch(self, graph: Graph) -> None:
         """See `Device`."""
+        assert isinstance(graph, SimulatedGraph)
         refuse_in_duty("launch", SimulatedHangError)
         if self.take_fault("launch"):
             raise DeviceError("launch failed: simulated fault", operation="launch")
@@ -247,11 +250,22 @@ class SimulatedDevice:
 
     def lane(self) -> SimulatedLane:
         """See `Device`."""
-        return SimulatedLane(self)
+        lane = SimulatedLane(self)
+        self._lanes.add(lane)
+        return lane
 
     def free_bytes(self) -> int:
         """See `Device`."""
         return self._memory_bytes
+
+    def pointer(self, memory: torch.Tensor) -> int:
+        """See `Device`."""
+        return memory.data_ptr()
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        for lane in self._lanes:
+            self.until(lane.mark(), "synchronize")
 
     def is_idle(self) -> bool:
         """See `Device`."""

@@ -82,14 +82,12 @@ class LayerKernels:
             self.name = f"{choice.__name__} {layouts[0].format.name}"
             error = self._check(example, activation, dtype)
             if error <= _BOUND[dtype]:
-                logger.info(
-                    "%s experts run on %s by %s, error %.2g", layouts[0].format.name, device.name, choice, error
-                )
+                logger.info("%s runs on %s, error %.2g", self.name, device.name, error)
                 return
             logger.warning("%s is wrong on %s (error %.3g)", self.name, device.name, error)
         raise UnsupportedError(
-            f"no kernel for {layouts[0].format.name} agrees with the reference on {device.name}; use strategy='cpu', and "
-            "please report it with the output of `ft info`",
+            f"no kernel for {layouts[0].format.name} agrees with the reference on {device.name}; use strategy='cpu', "
+            "and please report it with the output of `ft info`",
             feature=layouts[0].format.name,
         )
 

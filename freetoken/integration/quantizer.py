@@ -56,6 +56,7 @@ class FreetokenQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: FreetokenConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized = True  # else the loader goes single-threaded
+        self.compiles = True
 
     def _process_model_before_weight_loading(self, model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         hook = self.quantization_config.before_weights
@@ -102,8 +103,8 @@ class FreetokenQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_compileable(self) -> bool:
-        """The experts operator has a fake kernel."""
-        return True
+        """Whether generate may compile the decode step: the experts operator has a fake kernel."""
+        return self.compiles
 
 
 class UnpackDense(ConversionOps):  # type: ignore[misc]

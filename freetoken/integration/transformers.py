@@ -40,17 +40,20 @@ from transformers.integrations.moe import ExpertsInterface
 
 from freetoken import formats, settings, topology
 from freetoken.banks import Bank, LayerBank, make_bank
-from freetoken.checkpoint.experts import LayerExperts
+from freetoken.checkpoint.experts import ExpertScan
+from freetoken.checkpoint.experts import LayerExperts as ExpertGroup
 from freetoken.checkpoint.gguf import GgufCheckpoint
-from freetoken.checkpoint.inspect import check_config, require_memory
+from freetoken.checkpoint.inspect import check_config, experts_per_token, needed_bytes, require_memory
 from freetoken.checkpoint.load import fill_banks
 from freetoken.checkpoint.open import open_any, scan_any
 from freetoken.checkpoint.records import RecordExperts, require_shareable
 from freetoken.checkpoint.safetensors import Checkpoint
+from freetoken.device.base import Device
 from freetoken.errors import CheckpointError, ConfigError, FreeTokenError
 from freetoken.executor import BoundLayer, Executor
 from freetoken.formats.base import Format
 from freetoken.integration import gguf
+from freetoken.integration.device import check_room, check_strategy, open_device, place
 from freetoken.integration.hub import local_folder
 from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward, layer_of, refuse_after_fork
 from freetoken.integration.plan import LoadPlan
@@ -59,6 +62,7 @@ from freetoken.integration.threads import clamp_threads
 from freetoken.memory import guard, residency
 from freetoken.memory.guard import Guard
 from freetoken.memory.placement import Placer, choose
+from freetoken.offload.slots import LayerExperts
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +122,9 @@ def load(
     shared: bool = False,
     threads: int | Literal["auto"] = "auto",
     placement: str | int | None = None,
+    device: str | torch.device | Device = "cpu",
+    strategy: str | None = None,
+    cache: str | float = "auto",
     dtype: torch.dtype | str | None = None,
     progress: bool | None = None,
     **model_kwargs: Any,
@@ -130,13 +137,22 @@ def load(
     copy. Checksums are verified once, now; a file that is changed in place afterwards changes the model. threads:
     workers for experts, "auto" for one per allowed physical core, of this rank's share where a launcher started several
     here. placement: where banks that are not shared lie on a machine of several NUMA nodes: "auto", "off",
-    "interleave", "shard" or a node id; None is FREETOKEN_CPU_MOE_NUMA. dtype: of the dense part (default: the
-    checkpoint's; bfloat16 for GGUF). progress: bars; None shows them on a terminal only. model_kwargs go to
-    transformers' from_pretrained. The tokenizer is None where there is none.
+    "interleave", "shard" or a node id; None is FREETOKEN_CPU_MOE_NUMA.
+
+    device: "cpu", or "cuda" or "cuda:N" for the dense part. strategy: where experts are computed then. "offload": on
+    the device, from slots for the ones used last, into which missing ones are fetched from pinned host memory.
+    "resident": on the device, which holds all of them; the host's copy is dropped. "cpu": on the host. None takes
+    "resident" where all fit, else "offload". cache: how much of the device's memory is for slots: "auto" for what is
+    free, a size such as "4GiB", a share of all experts (0.25), or a number of slots. Banks are pinned in the
+    background; until then, and where it is refused, their layers are computed on the host.
+
+    dtype: of the dense part (default: the checkpoint's; bfloat16 for GGUF). progress: bars; None shows them on a
+    terminal only. model_kwargs go to transformers' from_pretrained. The tokenizer is None where there is none.
 
     Raises `CheckpointError`, `ConfigError`, `UnsupportedError` or `CapacityError`, before anything large is allocated.
     """
     show = sys.stderr.isatty() if progress is None else progress
+    check_strategy(device, strategy, cache)
     for name in _OURS:
         if name in model_kwargs:
             raise ConfigError(
@@ -159,6 +175,10 @@ def load(
     readers = require_memory(found, fmt, shared, resolved.itemsize, len(workers), where.pieces)
     with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
         found.check_scales(bar.update, readers)
+    where_to = open_device(device)
+    if where_to is not None:
+        _, dense = needed_bytes(found, fmt, resolved.itemsize)
+        check_room(where_to, _shapes(found, fmt, config), dense, strategy, cache)
     executor, watch = Executor(workers, resolved, machine.why(threads), where), guard.from_settings()
     tokenizer = _load_tokenizer(found.checkpoint, trust_remote_code)
     plan = LoadPlan(found, fmt)
@@ -166,7 +186,15 @@ def load(
         with _DENSE_LOAD:
             model = _load_dense(config, resolved, plan, trust_remote_code, show, model_kwargs)
         _attach_experts(model, plan, executor, shared, readers, watch, show)
+        if where_to is not None:
+            place(model, where_to, strategy, cache)
     return model, tokenizer
+
+
+def _shapes(found: ExpertScan, fmt: Format | None, config: Any) -> list[LayerExperts]:
+    """What the layers of a checkpoint ask of a device, which its headers say; shards are not cut yet."""
+    top_k = experts_per_token(config.get_text_config().to_dict())
+    return [LayerExperts(group.n_experts, top_k, (group.layout(fmt).nbytes,)) for group in found.groups]
 
 
 def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
@@ -292,7 +320,7 @@ def finish(model: Any) -> None:
     refuse_after_fork(model)
 
 
-def _make_bank(group: LayerExperts, fmt: Format | None, shared: bool, placer: Placer, step: int) -> LayerBank:
+def _make_bank(group: ExpertGroup, fmt: Format | None, shared: bool, placer: Placer, step: int) -> LayerBank:
     if shared and isinstance(group, RecordExperts):
         return Bank(group.layout(fmt), group.n_experts, group.map_records())
     return make_bank(group.layout(fmt), group.n_experts, placer, step)

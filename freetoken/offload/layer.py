@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class DeviceLayer:
-    """Which layer it is, and of what. layout: of whole experts. bound: on the host, None where that copy was dropped."""
+    """Which layer it is, and of what.
+
+    layout: of whole experts. expert_bytes: of one, in all shards. bound: on the host, None where that copy was dropped.
+    """
 
     experts: DeviceExperts
     number: int
     layout: RecordLayout
     n_experts: int
+    expert_bytes: int
     bound: BoundLayer | None
 
     def run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from freetoken.banks import LayerBank
 from freetoken.device.base import Device
+from freetoken.offload.records import as_tensor
 
 BUFFERS = 2
 
@@ -43,7 +44,7 @@ class Streamer:
             raise ValueError(f"a buffer of {buffer_bytes} bytes cannot hold an expert of {largest}")
         self._device = device
         self._banks = tuple(banks)
-        self._records = [[torch.from_numpy(shard.records) for shard in bank.shards] for bank in banks]
+        self._records = [[as_tensor(shard.records) for shard in bank.shards] for bank in banks]
         self._lane = device.lane()
         self._buffers = torch.empty(BUFFERS, buffer_bytes, dtype=torch.uint8, device=device.torch_device)
         self._room = buffer_bytes

@@ -1,0 +1,128 @@
+"""`place`: a model whose experts lie in host banks, its dense part on a device, and a strategy for the experts."""
+
+from __future__ import annotations
+
+import logging
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from freetoken.checkpoint.inspect import experts_per_token
+from freetoken.device.base import Device
+from freetoken.errors import CapacityError, ConfigError, UnsupportedError
+from freetoken.executor import BoundLayer
+from freetoken.integration.operator import attach_layer, layer_of
+from freetoken.integration.quantizer import FreetokenQuantizer
+from freetoken.offload.experts import DeviceExperts
+from freetoken.offload.room import Room, choose_room
+from freetoken.offload.slots import LayerExperts
+from freetoken.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_CUDA = re.compile(r"cuda(?::(\d+))?")
+_EXPECTED = "'cpu', 'cuda' or 'cuda:N'"
+
+
+def open_device(name: str | torch.device | Device) -> Device | None:
+    """The device of a name, None for the CPU; anything else is taken for one already.
+
+    Raises `ConfigError` for another name, `UnsupportedError` where it cannot be used.
+    """
+    if not isinstance(name, str | torch.device):
+        return name
+    text = str(name).strip().lower()
+    if text == "cpu":
+        return None
+    match = _CUDA.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"device={name!r} is none of {_EXPECTED}", name="device", value=name, expected=_EXPECTED)
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"device={name!r}: torch {torch.__version__} finds no CUDA device; use device='cpu', or install a torch "
+            "for CUDA and its driver",
+            feature="cuda",
+        )
+    from freetoken.device.cuda import CudaDevice
+
+    index = torch.cuda.current_device() if match[1] is None else int(match[1])
+    return CudaDevice(index)
+
+
+def check_strategy(device: str | torch.device | Device, strategy: str | None, cache: str | float) -> None:
+    """Raise `ConfigError` for what can be seen to be wrong without a device."""
+    if device == "cpu" and (strategy not in (None, "cpu") or cache != "auto"):
+        raise ConfigError(
+            f"strategy={strategy!r} and cache={cache!r} are about a device, and there is none: give device='cuda'",
+            name="strategy",
+            value=strategy,
+            expected="strategy=None or 'cpu', and no cache, without a device",
+        )
+
+
+def check_room(
+    device: Device, layers: Sequence[LayerExperts], dense_bytes: int, strategy: str | None, cache: str | float
+) -> Room:
+    """What goes on the device beside the dense part; raises what `choose_room` does. Nothing is allocated."""
+    free = device.free_bytes()
+    if dense_bytes > free:
+        raise CapacityError(
+            f"the dense part needs {format_bytes(dense_bytes)} on {device.name}, where {format_bytes(free)} are free: "
+            "free some, or use device='cpu'",
+            needed=dense_bytes,
+            available=free,
+            where=device.name,
+        )
+    return choose_room(layers, free - dense_bytes, strategy, cache)
+
+
+def place(
+    model: Any,
+    device: str | torch.device | Device = "cuda",
+    strategy: str | None = None,
+    cache: str | float = "auto",
+) -> None:
+    """Move a model from `load` or `attach` to a device: its dense part, and for the experts a strategy.
+
+    strategy, cache: see `load`. On an error the model stays as it was, on the CPU. Raises what `check_room` and
+    `open_device` do.
+    """
+    target = open_device(device)
+    if target is None:
+        return
+    modules = [module for module in model.modules() if layer_of(module) is not None]
+    bound = [layer for module in modules if isinstance(layer := layer_of(module), BoundLayer)]
+    if not bound or len(bound) < len(modules):
+        raise ConfigError(
+            f"{type(model).__name__} has {len(modules)} layers of experts, {len(bound)} of them in host banks: place() "
+            "takes a model once, as load() or attach() gave it",
+            name="model",
+            value=type(model),
+            expected="a model with experts in host banks",
+        )
+    top_k = experts_per_token(model.config.get_text_config().to_dict())
+    shapes = [LayerExperts.of(layer.bank, top_k) for layer in bound]
+    dense = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu")
+    room = check_room(target, shapes, dense if target.torch_device.type != "cpu" else 0, strategy, cache)
+    experts = DeviceExperts(target, bound, shapes, room, model.dtype)
+    try:
+        model.to(target.torch_device)
+    except BaseException:
+        experts.close()
+        model.to("cpu")
+        raise
+    if isinstance(quantizer := getattr(model, "hf_quantizer", None), FreetokenQuantizer):
+        quantizer.compiles = False  # a compiled step would be captured, and experts are not, here
+    for module, layer in zip(modules, experts.layers, strict=True):
+        attach_layer(module, layer)
+    weakref.finalize(model, experts.close)
+    logger.info(
+        "%s: strategy %s, %d slots, buffers of %s",
+        target.name,
+        room.strategy,
+        sum(room.slots),
+        format_bytes(room.buffer_bytes),
+    )

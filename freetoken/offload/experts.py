@@ -1,0 +1,239 @@
+"""The experts of a model on a device: which way a layer's call goes.
+
+    offload    few tokens: look-up, fetches into slots, products of records with vectors
+               many tokens: whole layers streamed through two buffers, matrix products
+               not pinned, or not yet: as cpu
+    resident   every expert has its slot; the host's copy is dropped
+    cpu        the host computes, through the step protocol
+
+A *step* here is a model's forward pass, from its first layer to its last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from freetoken.device.base import Device, Lane
+from freetoken.errors import ClosedError, FreeTokenError, UnsupportedError
+from freetoken.executor import BoundLayer, forked_error
+from freetoken.offload.host import HostExperts
+from freetoken.offload.layer import DeviceLayer
+from freetoken.offload.pinning import Pinned, Pinner
+from freetoken.offload.records import as_tensor
+from freetoken.offload.room import Room
+from freetoken.offload.slots import LayerExperts, Statistics
+
+logger = logging.getLogger(__name__)
+
+_PROBE_BYTES = 64 << 20
+"""Of the copy by which the link's rate is found."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What of a model's experts is where on a device, and what was moved; bytes.
+
+    statistics: of look-ups, None without slots. streamed_bytes: copied for many tokens at once. link_bps: what a plain
+    copy from pinned memory reached when the first layer was pinned, bytes a second; 0 where none was made.
+    """
+
+    device: str
+    strategy: str
+    slots: int
+    slot_bytes: int
+    buffer_bytes: int
+    pinned: Pinned | None
+    statistics: Statistics | None
+    streamed_bytes: int
+    link_bps: float
+    kernels: tuple[str, ...]
+    host_threads: int
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of wanted experts that were in slots; None before any was looked up."""
+        return None if self.statistics is None or not self.statistics.routed else self.statistics.hit_rate
+
+
+class DeviceExperts:
+    """All layers of a model on a device.
+
+    layers: bound to their banks, in the order in which a forward pass calls them. shapes: theirs. room: what
+    `choose_room` gave for them. dtype: of hidden states. Calls from several threads queue. Raises `CapacityError` when
+    the device refuses the memory, `UnsupportedError` where no kernel can be used.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layers: Sequence[BoundLayer],
+        shapes: Sequence[LayerExperts],
+        room: Room,
+        dtype: torch.dtype,
+    ) -> None:
+        self.device = device
+        self.strategy = room.strategy
+        self._room = room
+        self._executor = layers[0].executor
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._lane: Lane | None = None
+        self._step = contextlib.ExitStack()  # what is to be done when the step is over
+        self._host: HostExperts | None = None
+        self._host_in_step = False
+        self._pinner: Pinner | None = None
+        self._link_bps = 0.0
+        resident = room.strategy == "resident"
+        self.layers = tuple(
+            DeviceLayer(self, i, layer.layout, layer.n_experts, layer.expert_bytes, None if resident else layer)
+            for i, layer in enumerate(layers)
+        )
+        self._slotted = None
+        if room.strategy == "cpu":
+            return
+        try:
+            from freetoken.offload.slotted import SlottedExperts
+        except ImportError as error:
+            raise UnsupportedError(
+                f"strategy={room.strategy!r} needs triton ({error}): use a torch for CUDA, which brings it, or "
+                "strategy='cpu'",
+                feature="triton",
+            ) from error
+        self._slotted = SlottedExperts(device, layers, shapes, room, dtype)
+        if not resident:
+            self._pinner = Pinner(device, [layer.bank for layer in layers], on_pinned=self._try_link)
+            self._pinner.start()
+
+    # -- layers
+
+    def run(self, layer: DeviceLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `DeviceLayer.run`."""
+        if os.getpid() != self._pid:
+            raise forked_error()
+        if x.device.type == "meta":
+            raise UnsupportedError("experts cannot run on the meta device: there is nothing to compute", feature="meta")
+        on = self.device.torch_device
+        if x.device.type != on.type:  # right, at the price of two copies
+            return self.run(layer, x.to(on), ids.to(on), weights.to(on)).to(x.device)
+        if not len(x):
+            return torch.empty_like(x)
+        with self._lock:
+            if self._closed:
+                raise ClosedError("this model's experts were closed: load it again", what="DeviceExperts")
+            self._begin(layer.number)
+            try:
+                out = self._compute(layer, x.contiguous(), ids.contiguous(), weights.contiguous())
+                if layer.number == len(self.layers) - 1:
+                    self._step.close()
+            except BaseException:
+                self._abandon()
+                raise
+            return out
+
+    def _compute(self, layer: DeviceLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        number = layer.number
+        if self._slotted is None or (self._pinner is not None and not self._pinner.is_pinned(number)):
+            assert layer.bound is not None, "only resident layers are not bound, and they have slots"
+            return self._on_host().run(number, layer.bound, x, ids, weights)
+        rest = [n for n in range(number, len(self.layers)) if self._pinner is None or self._pinner.is_pinned(n)]
+        return self._slotted.run(number, x, ids, weights, rest)
+
+    def _on_host(self) -> HostExperts:
+        if self._host is None:
+            self._host = HostExperts(self.device, self._executor)
+        if not self._host_in_step:
+            self._host_in_step = True
+            self._step.callback(self._finish_host)
+        return self._host
+
+    def _finish_host(self) -> None:
+        """Before the step is over, whatever failed is raised."""
+        self._host_in_step = False
+        assert self._host is not None
+        self._host.finish()
+
+    def _begin(self, number: int) -> None:
+        """A step begins with its first layer; one that was left is over then."""
+        lane = self.device.current()
+        if self._lane is not None and lane != self._lane:
+            lane.after(self._lane.mark())
+        self._lane = lane
+        if number == 0:
+            self._step.close()
+            if self._pinner is not None:
+                self._step.enter_context(self._pinner.step())
+
+    def _abandon(self) -> None:
+        """A step ends by an error, beside which others are not raised."""
+        with contextlib.suppress(FreeTokenError):
+            self._step.close()
+        if self._slotted is not None and self._slotted.streamer is not None:
+            self._slotted.streamer.stop()
+
+    def _try_link(self, number: int) -> None:
+        """Measure a plain copy from the first layer that is pinned; nothing else is on its way."""
+        if self._link_bps:
+            return
+        bound = self.layers[number].bound
+        assert bound is not None
+        records = as_tensor(bound.bank.shards[0].records).reshape(-1)[:_PROBE_BYTES]
+        target = torch.empty(records.shape, dtype=records.dtype, device=self.device.torch_device)
+        lane, clock = self.device.lane(), self.device.clock
+        for _ in range(2):  # the first one may be the first copy of the process
+            start = clock.now()
+            lane.copy(target, records)
+            self.device.synchronize()
+            self._link_bps = records.nbytes / max(clock.now() - start, 1e-9)
+
+    # -- all of them
+
+    def wait_until_pinned(self) -> Pinned | None:
+        """Return when each layer's bank was registered with the device or refused; not inside a step."""
+        return None if self._pinner is None else self._pinner.wait()
+
+    def usage(self) -> Usage:
+        """What is where and what was moved; waits for the device."""
+        with self._lock:
+            slotted = None if self._closed else self._slotted
+            pool = None if slotted is None else slotted.pool
+            streamer = None if slotted is None else slotted.streamer
+            return Usage(
+                device=self.device.name,
+                strategy=self.strategy,
+                slots=0 if pool is None else sum(pool.slots),
+                slot_bytes=0 if pool is None else pool.nbytes,
+                buffer_bytes=0 if streamer is None else streamer.nbytes,
+                pinned=None if self._pinner is None else self._pinner.status,
+                statistics=None if pool is None else pool.statistics(),
+                streamed_bytes=0 if streamer is None else streamer.copied_bytes,
+                link_bps=self._link_bps,
+                kernels=() if slotted is None else slotted.kernels,
+                host_threads=0 if self._host is None else self._host.threads,
+            )
+
+    def close(self) -> None:
+        """End what is on its way, give back pinned memory and the device's. May be called again."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+            steps: list[Callable[[], object]] = [self._step.close]
+            if self._host is not None:
+                steps.append(self._host.close)
+            steps.append(self.device.synchronize)  # nothing reads banks or slots after this
+            if self._pinner is not None:
+                steps.append(self._pinner.close)
+            for step in steps:
+                try:
+                    step()
+                except FreeTokenError as error:
+                    logger.warning("while closing: %s", error)
+            self._slotted = None

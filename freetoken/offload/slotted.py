@@ -1,0 +1,149 @@
+"""Layers computed on the device, by records that lie in slots, are fetched into them, or stream by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freetoken.device.base import Device
+from freetoken.errors import UnsupportedError
+from freetoken.executor import BoundLayer
+from freetoken.formats.record import Expert
+from freetoken.gpu.gather import Gather
+from freetoken.gpu.layer import LayerKernels
+from freetoken.gpu.lookup import MOST_EXPERTS, MOST_ROUTES, Found, Lookup
+from freetoken.gpu.units import COLUMNS
+from freetoken.offload.records import as_tensor
+from freetoken.offload.room import Room
+from freetoken.offload.slots import LayerExperts, SlotPool
+from freetoken.offload.streaming import Streamer
+
+
+class SlottedExperts:
+    """Computes layers on a device. Calls are for one thread at a time, all on the same lane or on ones that wait.
+
+    layers: bound to their banks. Their records are read by the device, when `run` is called or before that. Raises
+    `CapacityError` when the device refuses the memory, `UnsupportedError` where no kernel can be used.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layers: Sequence[BoundLayer],
+        shapes: Sequence[LayerExperts],
+        room: Room,
+        dtype: torch.dtype,
+    ) -> None:
+        for shape in shapes:
+            if shape.n_experts > MOST_EXPERTS or shape.top_k > MOST_ROUTES:
+                raise UnsupportedError(
+                    f"{shape.n_experts} experts, {shape.top_k} for each token: slots are kept for at most "
+                    f"{MOST_EXPERTS} and {MOST_ROUTES}; use strategy='cpu'",
+                    feature="slots",
+                )
+        self._device = device
+        self._shapes = tuple(shapes)
+        self.resident = room.strategy == "resident"
+        self._banks = [layer.bank for layer in layers]
+        self._kernels = _choose_kernels(device, layers, dtype)
+        on = device.torch_device
+        self.pool = SlotPool.resident(shapes, on) if self.resident else SlotPool(shapes, room.slots, on)
+        self.streamer = None if self.resident else Streamer(device, self._banks, room.buffer_bytes)
+        self._lookups: dict[tuple[int, int], Lookup] = {}
+        self._found: dict[int, Found] = {}
+        self._gathers: dict[int, Gather] = {}
+        self._tables: dict[int, torch.Tensor] = {}
+        if self.resident:
+            self._fill()
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """What computes."""
+        return tuple(dict.fromkeys(kernels.name for kernels in self._kernels))
+
+    def run(
+        self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rest: Sequence[int]
+    ) -> torch.Tensor:
+        """(T, H): the layer's experts for any number of tokens.
+
+        rest: this layer and those after it whose banks the device reaches, in their order.
+        """
+        tokens, k = ids.shape
+        few = min(COLUMNS, MOST_ROUTES // k, self._fitting_tokens(number, k))
+        # several look-ups fetch what they need; streaming fetches all, once
+        if few and tokens <= few * (1 if self.resident else max(1, self._shapes[number].n_experts // (2 * k * few))):
+            parts = [slice(start, start + few) for start in range(0, tokens, few)]
+            return torch.cat([self._few(number, x[part], ids[part], weights[part]) for part in parts])
+        kernels = self._kernels[number]
+        if self.streamer is None:
+            return kernels.many(x, ids, weights, [self._resident_table(number)])
+        if not self.streamer.covers(number):
+            self.streamer.begin(rest, self._addresses())
+        return kernels.many(x, ids, weights, self.streamer.groups(number))
+
+    def _few(self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        routes = ids.numel()
+        if (number, routes) not in self._lookups:
+            self._lookups[number, routes] = Lookup(self.pool.tables(number), routes)
+        if routes not in self._found:
+            self._found[routes] = Found(routes, self._device.torch_device)
+        found = self._found[routes]
+        self._lookups[number, routes](ids, found)
+        if not self.resident:
+            if self.streamer is not None:
+                self.streamer.stop()  # experts may leave the slots that it knows
+            self._gather(number)(found.fetches)
+        return self._kernels[number].few(x, ids, weights, found.units)
+
+    def _fitting_tokens(self, number: int, k: int) -> int:
+        """So many tokens surely find slots for all their experts."""
+        slots = self.pool.slots[number]
+        return MOST_ROUTES if slots == self._shapes[number].n_experts else slots // k
+
+    def _gather(self, number: int) -> Gather:
+        if number not in self._gathers:
+            shards = self._banks[number].shards
+            addresses = [self._device.pointer(as_tensor(shard.records)) for shard in shards]
+            sizes = self._shapes[number].record_bytes
+            self._gathers[number] = Gather(addresses, sizes, self._device.torch_device)
+        return self._gathers[number]
+
+    def _addresses(self) -> NDArray[np.int64]:
+        """Where each expert lies, (L, E), 0: in no slot; waits for the device."""
+        slots = self.pool.read_tables().numpy().astype(np.int64)
+        sizes = np.array([[shape.slot_bytes] for shape in self._shapes])
+        bases = np.array([[self.pool.memory(i).data_ptr()] for i in range(len(slots))])
+        return np.where(slots >= 0, bases + slots * sizes, 0)
+
+    def _resident_table(self, number: int) -> torch.Tensor:
+        """The address of each shard of each expert: (S, E)."""
+        if number not in self._tables:
+            first = torch.from_numpy(self._addresses()[number, : self._shapes[number].n_experts])
+            sizes = self._shapes[number].record_bytes
+            offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+            table = torch.stack([first + offset for offset in offsets])
+            self._tables[number] = table.to(self._device.torch_device)
+        return self._tables[number]
+
+    def _fill(self) -> None:
+        """All records into their slots; the banks are wanted no more."""
+        for number, bank in enumerate(self._banks):
+            self.pool.fill(number, [shard.records for shard in bank.shards])
+        self._banks = []
+
+
+def _choose_kernels(device: Device, layers: Sequence[BoundLayer], dtype: torch.dtype) -> list[LayerKernels]:
+    """For each layer; layers of the same shapes share them."""
+    known: dict[object, LayerKernels] = {}
+    found = []
+    for layer in layers:
+        layouts = tuple(shard.layout for shard in layer.bank.shards)
+        key = layouts, layer.activation, layer.bank.n_experts
+        if key not in known:
+            example: tuple[Expert, ...] = tuple(shard.get(0) for shard in layer.bank.shards)
+            known[key] = LayerKernels(layouts, layer.activation, layer.bank.n_experts, device, dtype, example)
+        found.append(known[key])
+    return found

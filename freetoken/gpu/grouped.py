@@ -1,0 +1,377 @@
+"""Prefill: all routes of an expert in one product, from its record, on the tensor cores.
+
+    spread    x, a copy in the order of K in which tiles are decoded, in the type that is multiplied
+    schedule  which routes of which expert each program has
+    gate_up   weights (rows) times routes (columns), biases, globals, activation
+    down      the same, then each route's row goes to its own place
+
+Weights are the left operand: they are decoded into the registers from which the tensor cores take it. A dword holds several
+weights along K, and lines follow each other, so the product is done for weight 0 of all lines of a step, then for weight
+1, and so on; `spread` puts the activations in that order. bf16 activations are multiplied as they are; fp16 ones as tf32,
+whose numbers hold them and have the exponents that scales need; float32 ones without the tensor cores. Sums are float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from freetoken.executor import Activation
+from freetoken.formats.record import RecordLayout
+from freetoken.gpu.tiles import (
+    activate,
+    check,
+    constants,
+    load_bias,
+    load_dwords,
+    load_factor,
+    load_scales,
+    multiply_add,
+    narrow,
+)
+
+_SPREAD_LINES = 128
+
+
+class GroupedProduct:
+    """Both products of one shard's experts for routes that are sorted by expert. Holds no tensor."""
+
+    def __init__(self, layout: RecordLayout, activation: Activation) -> None:
+        self.layout = layout
+        self._gate_up = constants(layout, "gate_up")
+        self._down = constants(layout, "down")
+        self._activation = {"KIND": activation.kind, "ALPHA": activation.alpha, "LIMIT": activation.limit}
+
+    def gate_up(
+        self,
+        x: torch.Tensor,
+        order: torch.Tensor,
+        starts: torch.Tensor,
+        address: torch.Tensor,
+        k: int,
+        out: torch.Tensor,
+        offset: int = 0,
+    ) -> None:
+        """Write the hidden values of each route to the row of `out` that is its position in `order`.
+
+        x: (T, H) float32, bf16 or fp16. order: (T * k,) int32, routes (token * k + position) sorted by expert. starts:
+        (E + 1,) int32, where each expert's routes start in it; what lies behind the last is of no expert and left
+        alone. address: (E,) int64, where each expert's record lies; the rows of an expert with 0 are left alone. out:
+        (T * k, I), float32 where x is, else bf16. offset: bytes from an address to this shard's record.
+        """
+        check(x, "x", self.layout.hidden)
+        check(out, "out", self.layout.intermediate, hidden_dtype(x.dtype))
+        self._run(gate_up, {**self._gate_up, **self._activation}, x, order, starts, address, out, offset, k)
+
+    def down(
+        self,
+        h: torch.Tensor,
+        starts: torch.Tensor,
+        address: torch.Tensor,
+        order: torch.Tensor,
+        out: torch.Tensor,
+        offset: int = 0,
+    ) -> None:
+        """Write the output of each route, unweighted, to its own row of `out`: that of token * k + position.
+
+        h: (T * k, I), as `gate_up` wrote it. out: (T * k, H) float32. The rest as there.
+        """
+        check(h, "h", self.layout.intermediate, hidden_dtype(h.dtype))
+        check(out, "out", self.layout.hidden, torch.float32)
+        self._run(down, self._down, h, order, starts, address, out, offset, 1)
+
+    def _run(
+        self,
+        kernel: Any,
+        how: dict[str, Any],
+        source: torch.Tensor,
+        order: torch.Tensor,
+        starts: torch.Tensor,
+        address: torch.Tensor,
+        out: torch.Tensor,
+        offset: int,
+        k: int,
+    ) -> None:
+        routes, experts = len(order), len(address)
+        if len(starts) != experts + 1 or len(out) != routes or len(source) * k != routes:
+            raise ValueError(
+                f"{routes} routes of {len(source)} rows and {len(starts)} starts of {experts} experts do not fit {len(out)} rows of output"
+            )
+        if not routes:
+            return
+        multiplied = torch.bfloat16 if source.dtype == torch.bfloat16 else torch.float32
+        shape = choose_shape(source.dtype, routes / experts)
+        lines = triton.cdiv(how["LINES"], shape["LINE_STEP"]) * shape["LINE_STEP"]
+        spread_source = source.new_empty((how["POSITIONS"], len(source), lines), dtype=multiplied)
+        step = spread_source.stride(0)
+        grid = (len(source), triton.cdiv(lines, _SPREAD_LINES))
+        spread[grid](source, spread_source, step, lines, how["LINES"], how["POSITIONS"], _SPREAD_LINES, num_warps=1)
+        work = starts.new_empty((routes // shape["COLUMNS"] + min(experts, routes), 3))
+        pieces = triton.next_power_of_2(experts)
+        schedule[(triton.cdiv(len(work), 64),)](starts, work, experts, len(work), pieces, shape["COLUMNS"], 64)
+        rows = shape["ROWS"] // (2 if kernel is gate_up else 1)
+        programs = (triton.cdiv(how["N"], rows) * len(work),)
+        kernel[programs](spread_source, step, lines, order, work, address, out, offset, k, **how, **shape)
+
+
+def sort_routes(ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`order` and `starts`, as `GroupedProduct.gate_up` takes them, of ids (T, k) integer; ids outside [0, E) go last."""
+    expert = ids.flatten()
+    expert = torch.where((expert >= 0) & (expert < n_experts), expert, n_experts).to(torch.int32)
+    ordered, order = torch.sort(expert, stable=True)
+    edges = torch.arange(n_experts + 1, dtype=torch.int32, device=ids.device)
+    return order.to(torch.int32), torch.searchsorted(ordered, edges, out_int32=True)
+
+
+def hidden_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of hidden values, for a type of activations."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
+def choose_shape(dtype: torch.dtype, per_expert: float) -> dict[str, Any]:
+    """What a program computes at once, for a type of activations and the routes that an expert has on average."""
+    if dtype == torch.float32:
+        return {"ROWS": 32, "COLUMNS": 16, "LINE_STEP": 16, "PRECISION": "ieee", "num_warps": 4, "num_stages": 1}
+    columns = min(max(triton.next_power_of_2(int(per_expert)), 16), 128)
+    if dtype == torch.float16:
+        columns = min(columns, 64)
+    return {
+        "ROWS": 128,
+        "COLUMNS": columns,
+        "LINE_STEP": 32,
+        "PRECISION": "tf32",
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+
+
+@triton.jit
+def spread(x, out, step, lines, LINES, POSITIONS: tl.constexpr, WIDTH: tl.constexpr):
+    """out[i, t, line] = x[t, line * POSITIONS + i], and 0 from LINES on."""
+    row = tl.program_id(0).to(tl.int64)
+    line = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    x += row * (LINES * POSITIONS)
+    out += row * lines
+    for i in tl.static_range(POSITIONS):
+        values = tl.load(x + line * POSITIONS + i, mask=line < LINES, other=0.0).to(tl.float32)
+        tl.store(out + line, narrow(values, out.dtype.element_ty), mask=line < lines)
+        out += step
+
+
+@triton.jit
+def schedule(starts, work, experts, size, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """work (size, 3) int32: an expert, its first position and the one after the last; -1, 0, 0 where nothing is left."""
+    piece = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    expert = tl.arange(0, EXPERTS)
+    start = tl.load(starts + expert, mask=expert < experts, other=0)
+    stop = tl.load(starts + expert + 1, mask=expert < experts, other=0)
+    ends = tl.cumsum((stop - start + COLUMNS - 1) // COLUMNS, 0)
+    passed = ends[None, :] <= piece[:, None]
+    mine = tl.sum(passed.to(tl.int32), 1)
+    before = tl.max(tl.where(passed, ends[None, :], 0), 1)
+    there = mine < experts
+    first = tl.load(starts + mine, mask=there, other=0) + (piece - before) * COLUMNS
+    last = tl.minimum(first + COLUMNS, tl.load(starts + mine + 1, mask=there, other=0))
+    tl.store(work + piece * 3, tl.where(there, mine, -1), mask=piece < size)
+    tl.store(work + piece * 3 + 1, tl.where(there, first, 0), mask=piece < size)
+    tl.store(work + piece * 3 + 2, tl.where(there, last, 0), mask=piece < size)
+
+
+@triton.jit
+def products(
+    matrix,
+    tile,
+    lane,
+    row_there,
+    x,
+    step,
+    column_there,
+    DECODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    FOLDED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LINE_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """(ROWS, COLUMNS) float32: rows `lane` of tiles `tile` times the columns that start at x (COLUMNS,)."""
+    tl.static_assert(FOLDED or BLOCK_LINES % LINE_STEP == 0, "a step must lie within a block whose sum is scaled")
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for at in range(0, LINES, LINE_STEP):
+        line = at + tl.arange(0, LINE_STEP)
+        there = row_there[:, None] & (line < LINES)[None, :]
+        dwords = load_dwords(matrix, tile, lane, line, there, BLOCK_LINES, SCALE_BYTES, TILE)
+        if FOLDED and SCALE_BYTES > 0:
+            scales = SCALE(load_scales(matrix, tile, lane, line, there, BLOCK_LINES, SCALE_BYTES, TILE))
+        part = sums if FOLDED else tl.zeros((ROWS, COLUMNS), tl.float32)
+        values = x[None, :] + line[:, None]
+        for i in tl.static_range(POSITIONS):
+            weights = DECODE(dwords, i)
+            if FOLDED and SCALE_BYTES > 0:
+                weights *= scales
+            columns = tl.load(values, mask=column_there[None, :], other=0.0)
+            part = multiply_add(narrow(weights, columns.dtype), columns, part, PRECISION)
+            values += step
+        if FOLDED:
+            sums = part
+        else:
+            first = at + tl.zeros((1,), tl.int32)
+            sums += part * SCALE(
+                load_scales(matrix, tile, lane, first, row_there[:, None], BLOCK_LINES, SCALE_BYTES, TILE)
+            )
+    return sums
+
+
+@triton.jit
+def gate_up(
+    x,
+    step,
+    lines,
+    order,
+    work,
+    address,
+    out,
+    offset,
+    k,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    N: tl.constexpr,
+    DECODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FOLDED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    TILE: tl.constexpr,
+    MATRIX: tl.constexpr,
+    GLOBALS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LINE_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """ROWS / 2 rows of gate and the same of up, for a piece of work."""
+    half: tl.constexpr = ROWS // 2
+    blocks: tl.constexpr = (N + half - 1) // half
+    piece = work + tl.program_id(0) // blocks * 3
+    expert = tl.load(piece)
+    if expert < 0:
+        return
+    record = tl.load(address + expert)
+    if record == 0:
+        return
+    record = tl.multiple_of(record + offset, 64)
+    start = tl.program_id(0) % blocks * half
+    position = tl.load(piece + 1) + tl.arange(0, COLUMNS).to(tl.int64)
+    live = position < tl.load(piece + 2)
+    token = tl.load(order + position, mask=live, other=0).to(tl.int64) // k
+    within = tl.arange(0, ROWS)
+    row = start + within % half
+    sums = products(
+        (record + MATRIX).to(tl.pointer_type(tl.int32)),
+        row // 16 * 2 + within // half,
+        row % 16,
+        row < N,
+        x + token * lines,
+        step,
+        live,
+        DECODE,
+        SCALE,
+        FOLDED,
+        POSITIONS,
+        LINES,
+        BLOCK_LINES,
+        SCALE_BYTES,
+        TILE,
+        ROWS,
+        COLUMNS,
+        LINE_STEP,
+        PRECISION,
+    )
+    gate, up = tl.split(sums.reshape(2, half, COLUMNS).permute(1, 2, 0))
+    row = start + tl.arange(0, half)
+    gate = gate * load_factor(record, 0, GLOBALS, FACTOR) + load_bias(record, 0, row, BIAS, N)[:, None]
+    up = up * load_factor(record, 1, GLOBALS, FACTOR) + load_bias(record, 1, row, BIAS, N)[:, None]
+    hidden = narrow(activate(gate, up, KIND, ALPHA, LIMIT), out.dtype.element_ty)
+    tl.store(out + position[None, :] * N + row[:, None], hidden, mask=live[None, :] & (row < N)[:, None])
+
+
+@triton.jit
+def down(
+    h,
+    step,
+    lines,
+    order,
+    work,
+    address,
+    out,
+    offset,
+    k,
+    N: tl.constexpr,
+    DECODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FOLDED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    TILE: tl.constexpr,
+    MATRIX: tl.constexpr,
+    GLOBALS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LINE_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """ROWS rows of down for a piece of work."""
+    blocks: tl.constexpr = (N + ROWS - 1) // ROWS
+    piece = work + tl.program_id(0) // blocks * 3
+    expert = tl.load(piece)
+    if expert < 0:
+        return
+    record = tl.load(address + expert)
+    if record == 0:
+        return
+    record = tl.multiple_of(record + offset, 64)
+    position = tl.load(piece + 1) + tl.arange(0, COLUMNS).to(tl.int64)
+    live = position < tl.load(piece + 2)
+    row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    sums = products(
+        (record + MATRIX).to(tl.pointer_type(tl.int32)),
+        row // 16,
+        row % 16,
+        row < N,
+        h + position * lines,
+        step,
+        live,
+        DECODE,
+        SCALE,
+        FOLDED,
+        POSITIONS,
+        LINES,
+        BLOCK_LINES,
+        SCALE_BYTES,
+        TILE,
+        ROWS,
+        COLUMNS,
+        LINE_STEP,
+        PRECISION,
+    )
+    sums = sums * load_factor(record, 0, GLOBALS, FACTOR) + load_bias(record, 0, row, BIAS, N)[:, None]
+    route = tl.load(order + position, mask=live, other=0).to(tl.int64)
+    sums = narrow(sums, out.dtype.element_ty)
+    tl.store(out + route[None, :] * N + row[:, None], sums, mask=live[None, :] & (row < N)[:, None])

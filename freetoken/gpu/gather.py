@@ -14,7 +14,7 @@ import triton.language as tl
 
 from freetoken.gpu.units import Fetches
 
-_PROGRAMS = 16
+_PROGRAMS = 12
 _CHUNK = 16384
 _WARPS = 4
 

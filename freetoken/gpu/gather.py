@@ -14,7 +14,7 @@ import triton.language as tl
 
 from freetoken.gpu.units import Fetches
 
-_PROGRAMS = 16
+_PROGRAMS = 12
 _CHUNK = 16384
 _WARPS = 4
 
@@ -43,7 +43,7 @@ class Gather:
         (n,) = fetches.expert.shape
         _gather[(_PROGRAMS,)](
             fetches.expert, fetches.address, self.shards,
-            F=n, PADDED_F=triton.next_power_of_2(n), SHARDS=len(self.shards), PROGRAMS=_PROGRAMS, CHUNK=_CHUNK,
+            F=n, PADDED_F=triton.next_power_of_2(n), SHARDS=len(self.shards), CHUNK=_CHUNK,
             num_warps=_WARPS,
         )  # fmt: skip
 
@@ -51,7 +51,7 @@ class Gather:
 @triton.jit
 def _gather(
     expert, target, shards,
-    F: tl.constexpr, PADDED_F: tl.constexpr, SHARDS: tl.constexpr, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr,
+    F: tl.constexpr, PADDED_F: tl.constexpr, SHARDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = CHUNK // 16
     row = tl.arange(0, ROWS)
@@ -59,6 +59,7 @@ def _gather(
     f = tl.arange(0, PADDED_F)
     listed = tl.load(expert + f, mask=f < F, other=-1)
     entries = tl.max(tl.where(listed >= 0, f + 1, 0), 0)
+    programs = tl.num_programs(0)
     turn = tl.program_id(0)  # programs take chunks in turn, also from one record to the next
     for entry in range(entries):
         e = tl.load(expert + entry).to(tl.int64)
@@ -72,9 +73,9 @@ def _gather(
                 slot = tl.multiple_of((to + offset).to(tl.pointer_type(tl.int32)), 16)
                 rows = nbytes // 16
                 chunks = ((nbytes + CHUNK - 1) // CHUNK).to(tl.int32)
-                for chunk in range(turn, chunks, PROGRAMS):
+                for chunk in range(turn, chunks, programs):
                     at = chunk * ROWS + row
                     inside = (at < rows)[:, None]
                     where = at[:, None] * 4 + word[None, :]
                     tl.store(slot + where, tl.load(source + where, mask=inside), mask=inside)
-                turn = (turn + PROGRAMS - chunks % PROGRAMS) % PROGRAMS
+                turn = (turn + programs - chunks % programs) % programs

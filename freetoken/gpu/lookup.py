@@ -97,8 +97,15 @@ def _look_up(
     E: tl.constexpr, S: tl.constexpr, R: tl.constexpr, APART: tl.constexpr, COLUMNS: tl.constexpr,
     PADDED_R: tl.constexpr, PADDED_S: tl.constexpr,
 ):  # fmt: skip
-    # Routes: i is a route, j another one of the same expert.
+    # Slots, the one used longest ago first, and what was in them.
+    p = tl.arange(0, PADDED_S)
+    inside = p < S
+    s = tl.load(order + p, mask=inside, other=0)
+    old = tl.load(expert_in + s, mask=inside, other=-1)
+
+    # Routes. Pairs are (j, i), so that each thread adds up what it has of a column.
     i = tl.arange(0, PADDED_R)
+    j = i[:, None]
     wanted = tl.load(ids + i, mask=i < R, other=-1)
     valid = (wanted >= 0) & (wanted < E)
     one = tl.where(valid, wanted, -1).to(tl.int32)
@@ -107,8 +114,8 @@ def _look_up(
     hit = slot >= 0
     tl.store(used + slot, tl.zeros((PADDED_R,), tl.int64) + now, mask=hit)
 
-    same = (one[:, None] == one[None, :]) & valid[:, None]
-    turn = tl.sum((same & (i[None, :] < i[:, None])).to(tl.int32), 1)  # routes of its expert before it
+    same = (one[:, None] == one[None, :]) & valid[None, :]
+    turn = tl.sum((same & (j < i[None, :])).to(tl.int32), 0)  # routes of its expert before it
     missing = valid & (slot < 0)
     fetched = (missing & (turn == 0)).to(tl.int32)
     number = tl.cumsum(fetched, 0) - fetched
@@ -137,22 +144,18 @@ def _look_up(
     tl.store(address + R + i, tl.zeros((PADDED_R,), tl.int64), mask=(i < R) & (i >= n_late))
     column = tl.arange(0, COLUMNS)
     none = tl.full((PADDED_R, COLUMNS), -1, tl.int32)
-    tl.store(route + i[:, None] * COLUMNS + column[None, :], none, mask=(i < R)[:, None])
-    tl.store(route + (R + i)[:, None] * COLUMNS + column[None, :], none, mask=(i < R)[:, None])
-    starts = same & (turn[None, :] == (turn - turn % COLUMNS)[:, None])
-    mine = tl.sum(tl.where(starts, unit[None, :], 0), 1)
+    tl.store(route + j * COLUMNS + column[None, :], none, mask=j < R)
+    tl.store(route + (R + j) * COLUMNS + column[None, :], none, mask=j < R)
+    starts = same & (turn[:, None] == (turn - turn % COLUMNS)[None, :])
+    mine = tl.sum(tl.where(starts, unit[:, None], 0), 0)
 
-    # Slots, that used longest ago first. The barrier shows every thread the uses and the list of fetches.
+    # Victims, in the order of the fetches. The barrier shows every thread the list of these and the slots in use.
     tl.debug_barrier()
-    p = tl.arange(0, PADDED_S)
-    inside = p < S
-    s = tl.load(order + p, mask=inside, other=0)
     in_use = inside & (tl.load(used + s, mask=inside, other=0) == now)
     idle = (inside & (in_use == 0)).to(tl.int32)
     idle_before = tl.cumsum(idle, 0) - idle
     taken = (idle != 0) & (idle_before < n_fetched)
     new = tl.load(expert + idle_before, mask=taken, other=0)
-    old = tl.load(expert_in + s, mask=taken, other=-1)
     tl.store(slot_of + old, tl.full((PADDED_S,), -1, tl.int32), mask=taken & (old >= 0))
     tl.store(slot_of + new, s, mask=taken)
     tl.store(expert_in + s, new, mask=taken)

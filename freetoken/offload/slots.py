@@ -139,8 +139,8 @@ def choose_slots(
 ) -> tuple[int, ...]:
     """Slots of each layer for what a user asks for. Allocates nothing.
 
-    free: bytes of the device, of which `spare` are wanted elsewhere. Raises `ConfigError` as `parse_cache`, and `CapacityError` where the cache is too small for steps
-    of so many tokens or does not fit the device.
+    free: bytes of the device, of which `spare` are wanted elsewhere. Raises `ConfigError` as `parse_cache`, and
+    `CapacityError` where the cache is too small for steps of so many tokens or does not fit the device.
     """
     slots = split(layers, parse_cache(cache, layers, free, spare=spare), tokens)
     needed = sum(n * layer.slot_bytes for n, layer in zip(slots, layers, strict=True))

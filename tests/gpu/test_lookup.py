@@ -13,7 +13,7 @@ from freetoken.gpu.tables import COUNTS, Tables
 from freetoken.gpu.units import COLUMNS, Units
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-STEPS = 2000 if DEVICE.type == "cuda" else 90
+STEPS = 400 if DEVICE.type == "cuda" else 90
 POOL = 3 << 40
 """No memory is there: the look-up only computes addresses."""
 
@@ -101,7 +101,8 @@ def check_step(model: Model, tables: Tables, lookup: Lookup, ids: torch.Tensor, 
     lookup(ids.to(DEVICE), found)
     fetched, routes = model.look_up(ids.flatten().tolist())
 
-    slot_of = [model.expert_in.index(e) if e in model.expert_in else -1 for e in range(model.n_experts)]
+    where = {expert: slot for slot, expert in enumerate(model.expert_in)}
+    slot_of = [where.get(expert, -1) for expert in range(model.n_experts)]
     assert tables.slot_of.tolist() == slot_of
     assert tables.expert_in.tolist() == model.expert_in
     assert tables.used.tolist() == model.used
@@ -162,7 +163,7 @@ def test_does_what_the_model_does(n_experts: int, n_slots: int, shape: tuple[int
 
 def test_random_shapes() -> None:
     random = np.random.default_rng(1)
-    for _ in range(20 if DEVICE.type == "cpu" else 60):  # each shape is compiled on a device
+    for _ in range(20):
         n_experts = int(random.integers(1, 513))
         shape = (int(random.integers(1, 9)), int(random.integers(1, 9)))
         n_slots = int(random.integers(min(shape[0] * shape[1], n_experts), n_experts + 1))

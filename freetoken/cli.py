@@ -64,6 +64,7 @@ def generate(args: argparse.Namespace) -> int:
         threads=args.threads,
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
+        **_placement(args),
     )
     facts = report(model)
 
@@ -202,7 +203,7 @@ def bench_fidelity(args: argparse.Namespace) -> int:
             formats.get(name)
     rows: list[dict[str, Any]] = []
     for name in names:
-        model, tokenizer = load(args.model, expert_format=name, threads=args.threads)
+        model, tokenizer = load(args.model, expert_format=name, threads=args.threads, **_placement(args))
         tokens = read_tokens(args.text, tokenizer, model.config.get_text_config().vocab_size)
         window = min(context_length(model) or 512, 2048) if args.window is None else args.window
         with _bar(len(tokens), f"perplexity {name or ''}".strip()) as bar:
@@ -217,6 +218,7 @@ def bench_fidelity(args: argparse.Namespace) -> int:
                 "window": window,
                 "bank_bytes": facts.bank_bytes,
                 "activations": ", ".join(facts.activations),
+                "device": None if facts.device is None else facts.device.strategy,
             }
         )
         del model
@@ -247,6 +249,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--shared", action="store_true", help="map the experts of a converted folder, for all processes")
     one.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     _add_expert_options(one)
+    _add_device_options(one)
     one.set_defaults(run=generate)
 
     two = commands.add_parser("info", parents=[common], help="what this machine looks like: begin bug reports with it")
@@ -276,6 +279,7 @@ def build_parser() -> argparse.ArgumentParser:
     four.add_argument("--formats", help="comma-separated formats (default: what the checkpoint holds)")
     four.add_argument("--window", type=int, help="tokens in a window (default: the context, at most 2048)")
     four.add_argument("--threads", type=_threads, default="auto", metavar="N", help="workers for experts")
+    _add_device_options(four)
     four.set_defaults(run=bench_fidelity)
     return parser
 
@@ -285,6 +289,18 @@ def _add_expert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=_threads, default="auto", metavar="N", help="workers for experts (default: auto)"
     )
+
+
+def _add_device_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", metavar="D", help="cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument("--strategy", metavar="S", help="cpu, offload or resident (default: by what fits)")
+    parser.add_argument(
+        "--cache", default="auto", metavar="C", help="of a device, for experts: auto, 4GiB, 0.25, slots (default: auto)"
+    )
+
+
+def _placement(args: argparse.Namespace) -> dict[str, Any]:
+    return {"device": args.device, "strategy": args.strategy, "cache": args.cache}
 
 
 def _threads(text: str) -> int | str:
@@ -333,7 +349,7 @@ def _print_fidelity_row(rows: list[dict[str, Any]]) -> None:
     row = rows[-1]
     print(
         f"{row['format']:<10}{row['perplexity']:>12.3f}{row['change']:>+10.2%}{row['bank_bytes'] / 1e6:>10.2f}"
-        f"  {row['activations']}",
+        f"  {row['activations'] if row['device'] in (None, 'cpu') else 'on the device'}",
         flush=True,
     )
 

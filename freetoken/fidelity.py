@@ -87,7 +87,7 @@ def perplexity(
             value=len(tokens),
             expected=f"at least {window + 1} tokens",
         )
-    data = torch.from_numpy(tokens)
+    data = torch.from_numpy(tokens).to(model.device)
     inputs = data[: windows * window].view(windows, window)
     targets = data[1 : windows * window + 1].view(windows, window)
     step, total = max(1, _BATCH_TOKENS // window), 0.0
@@ -101,3 +101,38 @@ def perplexity(
             on_tokens(targets[part].numel())
     loss = total / (windows * window)
     return Perplexity(math.exp(loss), loss, windows * window)
+
+
+@dataclass(frozen=True)
+class GreedyDifference:
+    """Where greedy texts of two models part.
+
+    tokens: compared. position: the first new token that differs, counted from 0, None where all are equal. margin: by how
+    much the first model liked its own token there better than the second one's, in logits; 0 where all are equal.
+    """
+
+    tokens: int
+    position: int | None = None
+    margin: float = 0.0
+
+
+def compare_greedy(one: Any, other: Any, prompt: torch.Tensor, max_new_tokens: int) -> GreedyDifference:
+    """Continue a prompt (1, N) of token ids greedily with both models.
+
+    Models that differ in rounding alone part only where two tokens are nearly as likely: a large margin is a fault.
+    """
+
+    def run(model: Any) -> Any:
+        ids = prompt.to(model.device)
+        how = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        with torch.inference_mode():
+            return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **how)
+
+    first, second = run(one), run(other)
+    texts = [result.sequences[0, prompt.shape[1] :].tolist() for result in (first, second)]
+    shared = min(map(len, texts))
+    for position, (mine, yours) in enumerate(zip(*texts, strict=False)):
+        if mine != yours:
+            logits = first.logits[position][0].float()
+            return GreedyDifference(shared, position, float(logits[mine] - logits[yours]))
+    return GreedyDifference(shared)

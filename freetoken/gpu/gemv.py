@@ -13,8 +13,8 @@ import triton.language as tl
 
 from freetoken.executor import Activation
 from freetoken.formats.record import RecordLayout
-from freetoken.gpu.tiles import activate, check, constants, load_bias, load_dwords, load_factor, load_scales
 from freetoken.gpu import units
+from freetoken.gpu.tiles import activate, check, constants, load_bias, load_dwords, load_factor, load_scales
 from freetoken.gpu.units import Units
 
 COLUMNS = tl.constexpr(units.COLUMNS)
@@ -121,12 +121,8 @@ def gate_up(
     record = tl.multiple_of(record + offset, 64)
     matrix = (record + MATRIX).to(tl.pointer_type(tl.int32))
     x += here // k * (LINES * POSITIONS)
-    gate = row_sums(
-        matrix, 2 * tile, x, DECODE, SCALE, POSITIONS, LINES, BLOCK_LINES, SCALE_BYTES, TILE, LINE_STEP
-    )
-    up = row_sums(
-        matrix, 2 * tile + 1, x, DECODE, SCALE, POSITIONS, LINES, BLOCK_LINES, SCALE_BYTES, TILE, LINE_STEP
-    )
+    gate = row_sums(matrix, 2 * tile, x, DECODE, SCALE, POSITIONS, LINES, BLOCK_LINES, SCALE_BYTES, TILE, LINE_STEP)
+    up = row_sums(matrix, 2 * tile + 1, x, DECODE, SCALE, POSITIONS, LINES, BLOCK_LINES, SCALE_BYTES, TILE, LINE_STEP)
     row = tile * 16 + tl.arange(0, 16)
     gate = gate * load_factor(record, 0, GLOBALS, FACTOR) + load_bias(record, 0, row, BIAS, N)
     up = up * load_factor(record, 1, GLOBALS, FACTOR) + load_bias(record, 1, row, BIAS, N)

@@ -20,8 +20,7 @@ from freetoken.executor import Activation
 from freetoken.formats.record import Expert, RecordLayout
 from freetoken.gpu.combine import combine
 from freetoken.gpu.gemv import TritonGemv
-from freetoken.gpu.gemv_cuda import CudaGemv
-from freetoken.gpu.grouped import GroupedProduct
+from freetoken.gpu.grouped import GroupedProduct, hidden_dtype, sort_routes
 from freetoken.gpu.units import COLUMNS, Units
 from freetoken.kernels import reference
 
@@ -73,10 +72,10 @@ class LayerKernels:
         self.hidden = layouts[0].hidden
         self._device = device
         offsets = [0, *itertools.accumulate(layout.nbytes for layout in layouts)]
-        choices: list[type[Any]] = [CudaGemv, TritonGemv] if CudaGemv.runs_on(device) else [TritonGemv]
+        choices: list[type[Any]] = [TritonGemv]
         for choice in choices:
             self._shards = [
-                _Shard(layout, offset, choice(layout, activation, device), GroupedProduct(layout, activation))
+                _Shard(layout, offset, choice(layout, activation), GroupedProduct(layout, activation))
                 for layout, offset in zip(layouts, offsets, strict=False)
             ]
             self.name = f"{choice.__name__} {layouts[0].format.name}"
@@ -134,10 +133,9 @@ class LayerKernels:
     ) -> torch.Tensor:
         """(S, T * K, H): each route's output, of experts that the table has."""
         routes = len(order)
-        dtype = torch.float32 if x.dtype == torch.float32 else torch.bfloat16
         y = torch.empty(len(self._shards), routes, self.hidden, dtype=torch.float32, device=x.device)
         for shard, address, part in zip(self._shards, table, y, strict=True):
-            h = torch.empty(routes, shard.layout.intermediate, dtype=dtype, device=x.device)
+            h = torch.empty(routes, shard.layout.intermediate, dtype=hidden_dtype(x.dtype), device=x.device)
             shard.many.gate_up(x, order, starts, address, k, h)
             shard.many.down(h, starts, address, order, part)
         return y
@@ -166,18 +164,6 @@ class LayerKernels:
         found = [self.few(x, ids, weights, units), self.many(x, ids, weights, [table.to(x.device)])]
         scale = np.linalg.norm(expected)
         return max(float(np.linalg.norm(out.double().cpu().numpy() - expected) / scale) for out in found)
-
-
-def sort_routes(ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routes (T * K,) int32 in the order of their experts, those of no expert last, and where each expert's begin.
-
-    The second is (E + 1,) int32. Nothing waits for the device.
-    """
-    flat = ids.reshape(-1).to(torch.int64)
-    flat = torch.where((flat >= 0) & (flat < n_experts), flat, n_experts)
-    experts, order = torch.sort(flat, stable=True)
-    starts = torch.searchsorted(experts, torch.arange(n_experts + 1, device=ids.device))
-    return order.to(torch.int32), starts.to(torch.int32)
 
 
 def only_with(ids: torch.Tensor, address: torch.Tensor) -> torch.Tensor:

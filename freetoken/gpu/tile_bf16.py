@@ -14,8 +14,7 @@ def decode(dwords, i: tl.constexpr):
     """Weight i of each dword as float32, exact."""
     if i == 0:
         return (dwords << 16).to(tl.float32, bitcast=True)
-    else:
-        return (dwords & -0x10000).to(tl.float32, bitcast=True)
+    return (dwords & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -89,9 +89,8 @@ def load_bias(record, second: tl.constexpr, row, BIAS: tl.constexpr, N: tl.const
     """float32 biases of rows of gate or down, or with `second` of up; 0 where there are none."""
     if BIAS == 0:
         return tl.zeros(row.shape, tl.float32)
-    else:
-        biases = (record + BIAS).to(tl.pointer_type(tl.float32)) + second * ((N + 15) // 16 * 16)
-        return tl.load(biases + row, mask=row < N, other=0.0)
+    biases = (record + BIAS).to(tl.pointer_type(tl.float32)) + second * ((N + 15) // 16 * 16)
+    return tl.load(biases + row, mask=row < N, other=0.0)
 
 
 @triton.jit
@@ -99,13 +98,11 @@ def activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
     """The gated activation, as `kernels.reference.activate` defines it."""
     if KIND == "silu":
         return gate / (1 + tl.exp(-gate)) * up
-    else:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        if KIND == "silu_limited":
-            return gate / (1 + tl.exp(-gate)) * up
-        else:
-            return gate / (1 + tl.exp(-ALPHA * gate)) * (up + 1)
+    gate = tl.minimum(gate, LIMIT)
+    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    if KIND == "silu_limited":
+        return gate / (1 + tl.exp(-gate)) * up
+    return gate / (1 + tl.exp(-ALPHA * gate)) * (up + 1)
 
 
 @triton.jit
@@ -114,8 +111,7 @@ def narrow(values, dtype: tl.constexpr):
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return values.to(dtype)
+    return values.to(dtype)
 
 
 @triton.jit
@@ -129,5 +125,4 @@ def multiply_add(a, b, sums, PRECISION: tl.constexpr):
     """sums (M, N) float32 plus a (M, L) times b (L, N), both bf16 or both float32, then multiplied in that precision."""
     if INTERPRETED and a.dtype == tl.bfloat16:
         return tl.dot(widen(a), widen(b), sums, input_precision=PRECISION)
-    else:
-        return tl.dot(a, b, sums, input_precision=PRECISION)
+    return tl.dot(a, b, sums, input_precision=PRECISION)

@@ -105,8 +105,8 @@ def place(
         )
     top_k = experts_per_token(model.config.get_text_config().to_dict())
     shapes = [LayerExperts.of(layer.bank, top_k) for layer in bound]
-    dense = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu")
-    room = check_room(target, shapes, dense if target.torch_device.type != "cpu" else 0, strategy, cache)
+    dense = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    room = check_room(target, shapes, dense, strategy, cache)
     experts = DeviceExperts(target, bound, shapes, room, model.dtype)
     try:
         model.to(target.torch_device)

@@ -95,7 +95,7 @@ def generate_text(
     on_text is called with the prompt, then with pieces of text as they are complete. finish_reason: "stop" at an
     end-of-text token, "length" otherwise.
     """
-    inputs = encode_prompt(model, tokenizer, prompt)
+    inputs = encode_prompt(model, tokenizer, prompt).to(model.device)
     prompt_tokens = inputs["input_ids"].shape[1]
     context = context_length(model)
     limit = max_new_tokens if context is None else min(max_new_tokens, context - prompt_tokens)

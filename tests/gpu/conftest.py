@@ -1,10 +1,9 @@
-"""Kernels run on a CUDA device where there is one, else in Triton's interpreter, which must be chosen before triton is
-imported.
-"""
+"""Where kernels run: on a CUDA device if there is one, else on ordinary memory, in Triton's interpreter."""
 
-import os
-
+import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

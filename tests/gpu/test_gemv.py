@@ -35,7 +35,9 @@ def extreme_experts(fmt: Format, device: torch.device) -> Iterator[tuple[Experts
     codes[:, :256] = np.arange(256, dtype=np.uint8)[: codes.shape[1]]
     if fmt.code_alarm:
         wide = codes.view(np.uint16) if fmt.bits == 16 else codes
-        wide[(wide & fmt.code_alarm) == fmt.code_alarm] &= 0xFFFF - fmt.code_alarm if fmt.bits == 16 else 0xFF - fmt.code_alarm
+        wide[(wide & fmt.code_alarm) == fmt.code_alarm] &= (
+            0xFFFF - fmt.code_alarm if fmt.bits == 16 else 0xFF - fmt.code_alarm
+        )
     if fmt.bits == 16:  # of bf16 a range that fp32 sums
         codes.view(np.uint16)[...] = codes.view(np.uint16) & 0x87FF | 0x3800
     for scales, size in _extreme_scales(fmt, n):

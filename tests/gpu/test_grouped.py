@@ -55,7 +55,9 @@ def test_extreme_codes_are_exact(name: str, device: torch.device) -> None:
     """Where products are exact: activations of bf16 are."""
     fmt = formats.get(name)
     for experts, size in extreme_experts(fmt, device):
-        x = (torch.randn(3, experts.layout.hidden, generator=torch.Generator().manual_seed(1)) * size).to(torch.bfloat16)
+        x = (torch.randn(3, experts.layout.hidden, generator=torch.Generator().manual_seed(1)) * size).to(
+            torch.bfloat16
+        )
         ids = np.zeros((3, 1), np.int32)
         h, _, _ = run(experts, HALF, x.float().to(device), ids)
         check_columns(h, experts.hidden(x.float(), ids, HALF), 1e-5)
@@ -132,7 +134,11 @@ def test_many_tokens_and_experts(name: str, device: torch.device) -> None:
     assert y.numel() > 1 << 31
     some = np.arange(len(order))[::997]
     tokens = order[some] // 75
-    rows = experts.hidden(x[torch.from_numpy(tokens).to(device)], ids.reshape(-1)[order[some], None], ACTIVATIONS["silu"])
+    rows = experts.hidden(
+        x[torch.from_numpy(tokens).to(device)], ids.reshape(-1)[order[some], None], ACTIVATIONS["silu"]
+    )
     check_rows(h[torch.from_numpy(some).to(device)], rows, 4e-3)
-    wanted = experts.output(h[torch.from_numpy(some).to(device)].double().cpu().numpy(), ids.reshape(-1)[order[some], None])
+    wanted = experts.output(
+        h[torch.from_numpy(some).to(device)].double().cpu().numpy(), ids.reshape(-1)[order[some], None]
+    )
     check_rows(y[torch.from_numpy(order[some]).to(device)], wanted, 4e-3)

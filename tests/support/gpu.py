@@ -48,7 +48,9 @@ class Experts:
         """A bank (E, record_bytes) copied to the device, each record between bytes of 0xff, which are NaN in most formats."""
         records = torch.full((len(bank), layout.nbytes + 512), 0xFF, dtype=torch.uint8, device=device)
         start = -records.data_ptr() % 64 + 64
-        records.view(-1)[start:].unfold(0, layout.nbytes, layout.nbytes + 512)[: len(bank)].copy_(torch.from_numpy(bank))
+        records.view(-1)[start:].unfold(0, layout.nbytes, layout.nbytes + 512)[: len(bank)].copy_(
+            torch.from_numpy(bank)
+        )
         address = records.data_ptr() + start + torch.arange(len(bank)) * (layout.nbytes + 512)
         return Experts(layout, bank, records, (address - FAR).to(device))
 

@@ -1,0 +1,340 @@
+"""Models on a device: every strategy gives what the CPU gives; refusals, faults and the end of a model.
+
+The device is a simulated one, with kernels in Triton's interpreter, or a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+import os
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import freetoken
+from freetoken import settings
+from freetoken.device.base import Device
+from freetoken.device.simulated import SimulatedDevice
+from freetoken.errors import CapacityError, ClosedError, ConfigError, DeviceError, UnsupportedError
+from freetoken.fidelity import compare_greedy
+from freetoken.integration.device import open_device, place
+from freetoken.integration.operator import layer_of
+from freetoken.memory.placement import Placement
+from freetoken.offload.experts import DeviceExperts
+from freetoken.offload.layer import DeviceLayer
+
+pytest.importorskip("triton")
+STRATEGIES = ("cpu", "offload", "resident")
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    if request.param == "simulated":
+        yield SimulatedDevice(5)
+        return
+    found = open_device("cuda")
+    assert found is not None
+    yield found
+    gc.collect()
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def small_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREETOKEN_GPU_RESERVE", "0")
+
+
+def experts_of(model: Any) -> DeviceExperts:
+    layers = [layer for layer in map(layer_of, model.modules()) if isinstance(layer, DeviceLayer)]
+    return layers[0].experts
+
+
+def loaded(folder: Path, device: Device, strategy: str, cache: str | float = "auto", **more: Any) -> Any:
+    """With all that can be pinned."""
+    cache = cache if strategy == "offload" else "auto"
+    how = {"dtype": torch.float32, **more}
+    model, _ = freetoken.load(folder, device=device, strategy=strategy, cache=cache, **how)
+    experts_of(model).wait_until_pinned()
+    return model
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(ids.to(model.device)).logits.cpu()
+    return found
+
+
+def check_same(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert (one - other).norm() <= 1e-4 * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fmt"), [("cpu", "bf16"), ("offload", "bf16"), ("resident", "bf16"), ("offload", "mxfp4")]
+)
+def test_the_same_logits(tiny: Path, model: Any, device: Device, strategy: str, fmt: str) -> None:
+    """In fp32, for one token, few, and as many as are streamed."""
+    stock = model if fmt == "bf16" else freetoken.load(tiny, dtype=torch.float32, expert_format=fmt)[0]
+    other = loaded(tiny, device, strategy, 0.5, expert_format=fmt)
+    for n in (1, 2, 14):
+        ids = torch.arange(n)[None] * 7 % 60
+        check_same(logits(other, ids), logits(stock, ids))
+    facts = freetoken.report(other)
+    assert facts.device is not None
+    assert (facts.device.strategy, facts.device.pinned is None) == (strategy, strategy != "offload")
+    assert (facts.bank_bytes == 0) == (strategy == "resident")
+    assert strategy in str(facts)
+    if strategy == "offload":
+        assert facts.device.streamed_bytes > 0 and facts.device.pinned is not None
+        assert facts.device.pinned.refused_layers == 0
+        assert facts.hit_rate is not None and 0 <= facts.hit_rate < 1
+        assert facts.fetched_bytes_per_token is not None and facts.fetched_bytes_per_token > 0
+    if strategy == "resident":
+        assert facts.hit_rate == 1 and facts.slots == facts.layers * facts.experts
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_text(gpt_oss: Path, device: Device, strategy: str) -> None:
+    """Greedily, token by token, of a model with biases and the clamped activation."""
+    stock, _ = freetoken.load(gpt_oss, dtype=torch.float32)
+    other = loaded(gpt_oss, device, strategy, 0.6)
+    found = compare_greedy(stock, other, torch.tensor([[1, 5, 9, 2]]), 6)
+    assert found.tokens == 6
+    assert found.margin <= 1e-3, "only tokens that are as good as each other may be exchanged"
+
+
+def test_experts_cut_for_two_nodes(tiny: Path, model: Any, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots and buffers hold an expert's shards one after the other."""
+    where = Placement("shard", (0, 1), "for this test", (0, 1), (0, 1), {0: (0,), 1: (1,)}, True)
+    monkeypatch.setattr("freetoken.integration.transformers.choose", lambda *_: where)
+    for strategy in STRATEGIES:
+        other = loaded(tiny, device, strategy, 0.5)
+        for n in (1, 12):
+            ids = torch.arange(n)[None] * 5 % 60
+            check_same(logits(other, ids), logits(model, ids))
+
+
+class Refusing(SimulatedDevice):
+    """Registers nothing from the second layer on."""
+
+    n = 0
+
+    @contextlib.contextmanager
+    def register(self, memory: NDArray[Any]) -> Iterator[None]:
+        self.n += 1
+        if self.n > 1:
+            raise DeviceError("no more", operation="register")
+        with super().register(memory):
+            yield
+
+
+def test_layers_that_cannot_be_pinned(tiny: Path, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """They are computed on the host, beside others that are not, and it is said once."""
+    with caplog.at_level(logging.WARNING):
+        other = loaded(tiny, Refusing(6), "offload", 0.5)
+    assert "computed on the CPU" in caplog.text and len(caplog.records) == 1
+    for n in (1, 12, 2):
+        ids = torch.arange(n)[None]
+        check_same(logits(other, ids), logits(model, ids))
+    usage = experts_of(other).usage()
+    assert usage.pinned is not None and (usage.pinned.layers, usage.host_threads > 0) == (1, True)
+    assert "refused" in str(freetoken.report(other))
+
+
+def test_before_anything_is_pinned(tiny: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("freetoken.offload.pinning.Pinner.start", lambda self: None)
+    other, _ = freetoken.load(tiny, device=SimulatedDevice(), strategy="offload", cache=0.5, dtype=torch.float32)
+    ids = torch.arange(5)[None]
+    check_same(logits(other, ids), logits(model, ids))
+    pinner = experts_of(other)._pinner
+    assert pinner is not None
+    pinner.run()
+    check_same(logits(other, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cache", "error", "words"),
+    [
+        ("fast", "auto", ConfigError, "strategy='fast'"),
+        ("offload", "much", ConfigError, "cache='much'"),
+        ("offload", 1.5, ConfigError, "cache=1.5"),
+        ("offload", 1, CapacityError, "smallest"),
+        ("offload", "900GiB", CapacityError, None),
+    ],
+)
+def test_refused_before_anything_is_allocated(
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    cache: str | float,
+    error: type[Exception],
+    words: str | None,
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a bank was made")
+
+    monkeypatch.setattr("freetoken.integration.transformers._load_dense", never)
+    if words is None:  # as much as all experts take is enough
+        monkeypatch.undo()
+        assert loaded(tiny, SimulatedDevice(), strategy, cache) is not None
+        return
+    with pytest.raises(error, match=words):
+        freetoken.load(tiny, device=SimulatedDevice(), strategy=strategy, cache=cache)
+
+
+def test_a_device_that_is_too_small(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("freetoken.integration.transformers._load_dense", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(CapacityError, match="the dense part needs"):
+        freetoken.load(tiny, device=SimulatedDevice(memory_bytes=1000))
+    monkeypatch.setenv("FREETOKEN_GPU_RESERVE", "64")
+    for strategy in ("resident", "offload"):
+        with pytest.raises(CapacityError, match=r"can be had|smallest"):
+            freetoken.load(tiny, device=SimulatedDevice(memory_bytes=64 << 20), strategy=strategy)
+
+
+def test_words_without_a_device(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="device='tpu'"):
+        freetoken.load(tiny, device="tpu")
+    for more in ({"strategy": "offload"}, {"cache": 0.5}):
+        with pytest.raises(ConfigError, match="about a device"):
+            freetoken.load(tiny, **more)
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedError, match="no CUDA device"):
+            freetoken.load(tiny, device="cuda")
+
+
+def test_what_fits_is_resident(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = freetoken.load(tiny, device=SimulatedDevice())
+    assert experts_of(whole).strategy == "resident"
+    needed = freetoken.report(freetoken.load(tiny)[0]).bank_bytes
+    dense = sum(p.nbytes for p in whole.parameters())
+    part, _ = freetoken.load(tiny, device=SimulatedDevice(memory_bytes=needed + dense - 1))
+    assert experts_of(part).strategy == "offload"
+    assert settings.GPU_RESERVE.read() == 0
+
+
+def test_a_deleted_model_gives_everything_back(tiny: Path) -> None:
+    registered: list[int] = []
+
+    class Counting(SimulatedDevice):
+        @contextlib.contextmanager
+        def register(self, memory: NDArray[Any]) -> Iterator[None]:
+            registered.append(memory.ctypes.data)
+            try:
+                yield
+            finally:
+                registered.remove(memory.ctypes.data)
+
+    other = loaded(tiny, Counting(), "offload", 0.5)
+    logits(other, torch.arange(3)[None])
+    assert registered
+    records = [weakref.ref(layer.bound.bank) for layer in experts_of(other).layers if layer.bound is not None]
+    del other
+    gc.collect()
+    assert not registered and not any(ref() for ref in records)
+
+
+def test_resident_drops_the_hosts_copy(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    banks: list[Any] = []
+    made = freetoken.integration.transformers._make_bank
+
+    def remember(*args: Any) -> Any:
+        bank = made(*args)
+        banks.append(weakref.ref(bank))
+        return bank
+
+    monkeypatch.setattr("freetoken.integration.transformers._make_bank", remember)
+    other = loaded(tiny, SimulatedDevice(), "resident")
+    gc.collect()
+    assert banks and not any(ref() for ref in banks)
+    logits(other, torch.arange(3)[None])
+
+
+def test_an_error_in_a_step_leaves_the_model_usable(tiny: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of streaming, and in the middle of a few tokens."""
+    other = loaded(tiny, SimulatedDevice(7), "offload", 0.5)
+    kernels: Any = experts_of(other)._slotted
+    for n, name in ((12, "many"), (1, "few")):
+        ids = torch.arange(n)[None] % 60
+        last = kernels._kernels[-1]
+        real: Callable[..., Any] = getattr(type(last), name)
+
+        def fail(self: Any, *args: Any, real: Callable[..., Any] = real) -> Any:
+            if fail.calls == 1:  # type: ignore[attr-defined]
+                raise RuntimeError("a kernel")
+            fail.calls += 1  # type: ignore[attr-defined]
+            return real(self, *args)
+
+        fail.calls = 0  # type: ignore[attr-defined]
+        monkeypatch.setattr(type(last), name, fail)
+        with pytest.raises(RuntimeError, match="a kernel"):
+            logits(other, ids)
+        monkeypatch.undo()
+        monkeypatch.setenv("FREETOKEN_GPU_RESERVE", "0")
+        check_same(logits(other, ids), logits(model, ids))
+    pinner = experts_of(other)._pinner
+    assert pinner is not None and not pinner._steps
+
+
+def test_what_is_refused_afterwards(tiny: Path) -> None:
+    other = loaded(tiny, SimulatedDevice(), "offload", 0.5)
+    ids = torch.arange(3)[None]
+    for refuse in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match="cannot be copied"):
+            refuse(other)
+    with pytest.raises(ConfigError, match="a model once"):
+        place(other, SimulatedDevice())
+    assert not other.hf_quantizer.is_compileable
+    pid = os.fork()
+    if pid == 0:
+        try:
+            logits(other, ids)
+        except UnsupportedError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    experts_of(other).close()
+    experts_of(other).close()
+    with pytest.raises(ClosedError, match="closed"):
+        logits(other, ids)
+    assert "offload" in str(freetoken.report(other))
+
+
+def test_steps_keep_banks_from_being_pinned(tiny: Path) -> None:
+    """A step is from the first layer to the last."""
+    other = loaded(tiny, SimulatedDevice(), "offload", 0.5)
+    experts = experts_of(other)
+    pinner = experts._pinner
+    assert pinner is not None
+    hidden = experts.layers[0].layout.hidden
+    x, ids = torch.zeros(1, hidden), torch.zeros(1, 2, dtype=torch.int64)
+    weights = torch.ones(1, 2)
+    seen = []
+    for layer in (*experts.layers, experts.layers[0], *experts.layers):
+        layer.run(x, ids, weights)
+        seen.append(pinner._steps)
+    n = len(experts.layers)
+    assert seen == [1] * (n - 1) + [0] + [1] * n + [0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_generate(tiny: Path, model: Any, device: Device, strategy: str) -> None:
+    """transformers' own loop, with a static cache too, which would be compiled."""
+    other = loaded(tiny, device, strategy, 0.5)
+    ids = torch.arange(4)[None] + 3
+    how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    there = ids.to(other.device)
+    for more in ({}, {"cache_implementation": "static"}):
+        found = other.generate(there, attention_mask=torch.ones_like(there), **how, **more)
+        np.testing.assert_array_equal(found.cpu(), expected)

@@ -68,6 +68,11 @@ class Banks:
         self.slots = torch.empty(slots, nbytes, dtype=torch.uint8, device=DEVICE)
         self.random = torch.Generator().manual_seed(0)
 
+    def close(self) -> None:
+        """Give the memory back."""
+        torch.cuda.synchronize()
+        assert int(torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())) == 0
+
     def lists(self, length: int, count: int) -> Iterator[tuple[Fetches, list[int], list[int]]]:
         """Lists of `length` of `ENTRIES`, with what is in them: experts and slots."""
         for _ in range(count):
@@ -163,6 +168,7 @@ def show_gathers(rounds: int = 9) -> None:
             rates = [length * count * nbytes / 1e6 / statistics.median(column) for column in zip(*times, strict=True)]
             share = statistics.median(copied / gathered for gathered, copied in times)
             print(f"| {name} | {length} | {rates[0]:.1f} | {rates[1]:.1f} | {share:.3f} |")
+        banks.close()
 
 
 if __name__ == "__main__":

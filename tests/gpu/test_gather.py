@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator
 
 import numpy as np
@@ -37,9 +38,10 @@ def reachable(*banks: NDArray[np.uint8]) -> Iterator[list[int]]:
 
 
 def make_bank(random: np.random.Generator, n_experts: int, nbytes: int) -> NDArray[np.uint8]:
-    """Records (E, nbytes) that begin on 64 bytes."""
-    spare = random.integers(0, 256, n_experts * nbytes + 64, np.uint8)
-    return spare[-spare.ctypes.data % 64 :][: n_experts * nbytes].reshape(n_experts, nbytes)
+    """Records (E, nbytes) on pages of their own: memory is registered by pages, and only once."""
+    bank = np.frombuffer(mmap.mmap(-1, n_experts * nbytes), np.uint8).reshape(n_experts, nbytes)
+    bank[...] = random.integers(0, 256, bank.shape, np.uint8)
+    return bank
 
 
 def make_list(experts: list[int], addresses: list[int]) -> Fetches:
@@ -99,7 +101,7 @@ def test_entries_of_nobody_do_nothing(experts: list[int]) -> None:
 
 
 def test_banks_may_be_of_torch_and_larger_than_the_slots() -> None:
-    bank = torch.randint(0, 256, (40, 640), dtype=torch.uint8)
+    bank = torch.from_numpy(make_bank(np.random.default_rng(0), 40, 640))
     slots = Slots(3, 640)
     with reachable(bank.numpy()) as addresses:
         gather = Gather(addresses, [640], DEVICE)

@@ -36,6 +36,7 @@ from transformers import DynamicCache, StaticCache
 import freetoken
 from freetoken import formats
 from freetoken.errors import FreeTokenError, UnsupportedError
+from freetoken.integration.device import place
 from freetoken.integration.operator import layer_of
 from freetoken.units import format_bytes
 
@@ -94,13 +95,6 @@ def read_counters(model: Any) -> Counters:
 def put_on(model: Any, device: torch.device, strategy: str, cache: Any) -> None:
     """Move the dense part and the work of the experts to where they are wanted; returns when banks are pinned."""
     if device.type == "cpu":
-        return
-    try:
-        from freetoken.integration.device import place
-    except ModuleNotFoundError as error:
-        if strategy != "cpu":
-            raise UnsupportedError(f"this freetoken has no strategy {strategy}", feature=strategy) from error
-        model.to(device)
         return
     place(model, device=str(device), strategy=strategy, cache="auto" if cache is None else cache)
     experts = next(filter(None, map(layer_of, model.modules()))).experts

@@ -12,7 +12,7 @@ import pytest
 import rates
 import synthetic
 import torch
-from gpu_decode import KEY, Counters, Decoder, Table, distinct, limits, parse_cache, read_counters, time_blocks
+from gpu_decode import KEY, Counters, Decoder, Table, distinct, limits, parse_cache, put_on, read_counters, time_blocks
 from rates import Rates, byte_seconds
 from synthetic import SHAPES, ModelShape, Routing, Synthetic, draw_routes, fill, make_plan, rotate_record, stubbed
 
@@ -24,6 +24,7 @@ from freetoken.integration.operator import layer_of
 from freetoken.integration.plan import find_experts
 from freetoken.kernels import reference
 from freetoken.memory import budget
+from freetoken.offload.pinning import Pinned
 from tests.support.experts import check_close, make_expert
 
 TINY = SHAPES["tiny"]
@@ -350,6 +351,26 @@ def test_counters_are_of_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.hit_rate == 0.75
     assert found.moved_for_each(10) == 105
     assert before.since(before).hit_rate is None
+
+
+def test_banks_are_pinned_before_anything_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[object] = []
+    pinned = Pinned(3, 100, 0, 1, 30, "the driver says no")
+    layer = SimpleNamespace(experts=SimpleNamespace(wait_until_pinned=lambda: calls.append("waited") or pinned))
+    monkeypatch.setattr(gpu_decode, "place", lambda model, **given: calls.append(given))
+    monkeypatch.setattr(gpu_decode, "layer_of", lambda module: layer if isinstance(module, torch.nn.Linear) else None)
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(2, 2))
+
+    put_on(model, torch.device("cpu"), "cpu", None)
+    assert calls == []
+    put_on(model, torch.device("cuda", 1), "offload", 0.25)
+    put_on(model, torch.device("cuda", 0), "resident", None)
+    assert calls[0] == {"device": "cuda:1", "strategy": "offload", "cache": 0.25}
+    assert calls[2] == {"device": "cuda:0", "strategy": "resident", "cache": "auto"}
+    assert calls[1] == calls[3] == "waited"
+    assert "1 refused, 30 bytes (the driver says no)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("usage", [None, SimpleNamespace(slots=0, statistics=None)])

@@ -6,10 +6,11 @@
 A row is appended to the table as soon as it is measured; what the table has already is not measured again. Tokens per
 second are the median, and 10th to 90th percentile, over blocks of 8 tokens, with a wait for the device only at a
 block's ends. Two limits stand beside them: the bytes of the step's experts alone, at the rates that were measured just
-before (`rates.py`); and a run of the same model whose experts do nothing, plus these bytes.
+before (`rates.py`); and a run, or with --graph a replay, of the same model whose experts do nothing, plus these bytes.
 """
 
 import argparse
+import copy
 import gc
 import inspect
 import itertools
@@ -35,6 +36,8 @@ from transformers import DynamicCache, StaticCache
 import freetoken
 from freetoken import formats
 from freetoken.errors import FreeTokenError, UnsupportedError
+from freetoken.integration.device import place
+from freetoken.integration.operator import layer_of
 from freetoken.units import format_bytes
 
 BLOCK = 8
@@ -42,12 +45,12 @@ BLOCK = 8
 STUB_BLOCKS = 8
 """At most so many blocks with experts that do nothing."""
 PREFILLS = 3
-"""Times that a prompt is run, after one that is not timed."""
+"""Times that a prompt is read, after one that is not timed."""
 STRATEGIES = ("cpu", "offload", "resident")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KEY = (
     "what", "model", "layers", "format", "strategy", "cache", "batch", "skew", "locality", "seed", "dtype", "device",
-    "threads", "tokens", "warmup", "prefill",
+    "threads", "tokens", "warmup", "graph", "prefill",
 )  # fmt: skip
 """What makes a row the same as another: all that was asked for, and where."""
 Row = dict[str, Any]
@@ -55,31 +58,49 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Counters:
-    """What a model says of its cache of experts; None where it has none."""
+    """What a model has counted since it was put on a device. slots: None where it has no cache of experts.
+
+    hits, misses: distinct experts of a step that were in slots or not. moved: bytes copied over the link for the latter
+    and for whole layers.
+    """
 
     slots: int | None = None
-    hit_rate: float | None = None
-    fetched_bytes_per_token: float | None = None
+    hits: int = 0
+    misses: int = 0
+    moved: int = 0
+
+    def since(self, before: "Counters") -> "Counters":
+        """What was counted after `before`."""
+        return Counters(self.slots, self.hits - before.hits, self.misses - before.misses, self.moved - before.moved)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of experts that were in slots; None before any was looked up."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
+
+    def moved_for_each(self, times: int) -> float | None:
+        """Bytes over the link for each of so many; None without a cache."""
+        return None if self.slots is None else self.moved / times
 
 
 def read_counters(model: Any) -> Counters:
-    """From `freetoken.report`."""
-    report = freetoken.report(model)
-    return Counters(*(getattr(report, name, None) for name in Counters.__dataclass_fields__))
+    """From `freetoken.report`; waits for the device."""
+    usage = getattr(freetoken.report(model), "device", None)
+    counted = None if usage is None else usage.statistics
+    if counted is None:
+        return Counters()
+    return Counters(usage.slots, counted.hits, counted.misses, counted.fetched_bytes + usage.streamed_bytes)
 
 
 def put_on(model: Any, device: torch.device, strategy: str, cache: Any) -> None:
-    """Move the dense part and the work of the experts to where they are wanted."""
+    """Move the dense part and the work of the experts to where they are wanted; returns when banks are pinned."""
     if device.type == "cpu":
         return
-    try:
-        from freetoken.integration.device import place
-    except ModuleNotFoundError as error:
-        if strategy != "cpu":
-            raise UnsupportedError(f"this freetoken has no strategy {strategy}", feature=strategy) from error
-        model.to(device)
-        return
-    place(model, device=str(device), strategy=strategy, cache=cache)
+    place(model, device=str(device), strategy=strategy, cache="auto" if cache is None else cache)
+    experts = next(filter(None, map(layer_of, model.modules()))).experts
+    pinned = experts.wait_until_pinned()
+    if pinned is not None and pinned.refused_layers:
+        print(f"{strategy}: {pinned}", file=sys.stderr, flush=True)
 
 
 class Table:
@@ -117,61 +138,111 @@ class Table:
 class Decoder:
     """Greedy decoding in transformers' own forward; nothing of a step waits for the device, nor it for the host.
 
-    The cache is static but for a family that has none. length: tokens that it has room for.
+    The cache is static but for a family that has none. transformers' static cache of a sliding window decides on the
+    host where it writes, and its masks for such families are copied from the host: there all layers keep everything,
+    and the masks are made here. length: tokens that there is room for.
     """
 
     def __init__(self, model: Any, batch: int, length: int, device: torch.device) -> None:
         self.model, self.batch, self.device = model, batch, device
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        static = getattr(model, "_can_compile_fullgraph", False)
-        self._make_cache = lambda: (
-            StaticCache(config=model.config, max_cache_len=length) if static else DynamicCache(config=model.config)
-        )
+        self.is_static = bool(getattr(model, "_can_compile_fullgraph", False))
+        kinds = getattr(model.config, "layer_types", None) or ()
+        self._window = model.config.sliding_window if self.is_static and "sliding_attention" in kinds else None
+        self._length = length
+        self._columns = torch.arange(length, device=device)
         self.restart()
 
     def restart(self) -> None:
-        """Forget the sequences."""
+        """Forget the sequences, and the graph."""
         self.cache = self._make_cache()
         self.token = torch.zeros(self.batch, 1, dtype=torch.int64, device=self.device)
         self.position = torch.zeros(self.batch, 1, dtype=torch.int64, device=self.device)
+        self._graph: Any = None
 
     def read(self, ids: torch.Tensor) -> None:
         """A prompt, (batch, tokens)."""
-        positions = self.position + torch.arange(ids.shape[1], device=self.device)
+        positions = self.position + self._columns[: ids.shape[1]]
         self._forward(ids, positions)
         self.position.add_(ids.shape[1])
 
+    def capture(self) -> None:
+        """From now on a step is a replay of this one, which is captured and not run.
+
+        Raises `UnsupportedError` where a step waits for the host.
+        """
+        graph = torch.cuda.CUDAGraph()
+        try:
+            if not self.is_static:
+                raise RuntimeError("its cache grows")
+            with torch.cuda.graph(graph):
+                self.step()
+        except RuntimeError as error:
+            name = type(self.model).__name__
+            raise UnsupportedError(f"a step of {name} cannot be captured: {error}", feature="graph") from error
+        self._graph = graph
+
+    def steps(self, n: int) -> None:
+        """So many tokens of each sequence."""
+        for _ in range(n):
+            self.step()
+
     def step(self) -> None:
         """One token of each sequence."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
         self._forward(self.token, self.position)
         self.position.add_(1)
 
+    def _make_cache(self) -> Any:
+        config = self.model.config
+        if not self.is_static:
+            return DynamicCache(config=config)
+        if self._window is not None:
+            config = copy.deepcopy(config)
+            config.layer_types, config.sliding_window = ["full_attention"] * config.num_hidden_layers, None
+        return StaticCache(config=config, max_cache_len=self._length)
+
+    def _masks(self, positions: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        """What to add to the scores (batch, 1, tokens, length), for layers that see all and for others."""
+        if self._window is None:
+            return None
+        at = positions[:, None, :, None]
+        late = self._columns > at
+        far = late | (self._columns <= at - self._window)
+        nothing, least = (
+            torch.zeros(late.shape, dtype=self.model.dtype, device=self.device),
+            torch.finfo(self.model.dtype).min,
+        )
+        return {
+            "full_attention": nothing.masked_fill(late, least),
+            "sliding_attention": nothing.masked_fill(far, least),
+        }
+
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
-        given = {self._cache_name: self.cache}
+        given = {self._cache_name: self.cache, "attention_mask": self._masks(positions)}
         out = self.model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **given)
         self.token.copy_(out.logits[:, -1:].argmax(-1))
 
 
-def time_blocks(decoder: Decoder, warmup: int, blocks: int) -> list[float]:
-    """Seconds of each block of 8 steps, after `warmup` steps."""
-    for _ in range(warmup):
-        decoder.step()
+def time_blocks(decoder: Decoder, blocks: int) -> list[float]:
+    """Seconds of each block of 8 steps."""
     found = []
     for _ in range(blocks):
         wait_for(decoder.device)
         start = time.perf_counter()
-        for _ in range(BLOCK):
-            decoder.step()
+        decoder.steps(BLOCK)
         wait_for(decoder.device)
         found.append(time.perf_counter() - start)
     return found
 
 
-def time_prompts(decoder: Decoder, ids: torch.Tensor, before: Callable[[], object]) -> float:
+def time_prompts(decoder: Decoder, ids: torch.Tensor, before: Callable[[], object], times: int = PREFILLS) -> float:
     """Median seconds of a prompt read into an empty cache. before: called before each."""
     found = []
-    for _ in range(PREFILLS + 1):
+    for _ in range(times):
         decoder.restart()
         before()
         wait_for(decoder.device)
@@ -179,7 +250,7 @@ def time_prompts(decoder: Decoder, ids: torch.Tensor, before: Callable[[], objec
         decoder.read(ids)
         wait_for(decoder.device)
         found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+    return statistics.median(found)
 
 
 def distinct(ids: torch.Tensor) -> float:
@@ -200,7 +271,7 @@ class Bench:
 
     def __init__(self, o: argparse.Namespace, table: Table, fmt: str) -> None:
         self.o, self.table, self.fmt = o, table, fmt
-        self.device = torch.device(o.device)
+        self.device = device_of(o.device)
         self._synthetic: Synthetic | None = None
 
     @property
@@ -224,9 +295,11 @@ class Bench:
             "locality": o.locality, "seed": o.seed, "dtype": o.dtype, "device": device_name(self.device),
             "threads": o.threads,
         }  # fmt: skip
-        rows = [{"what": "decode", **known, "tokens": o.tokens, "warmup": o.warmup, "prefill": None}]
+        rows = [{"what": "decode", **known, "tokens": o.tokens, "warmup": o.warmup, "graph": o.graph, "prefill": None}]
         if o.prefill:
-            rows.append({"what": "prefill", **known, "tokens": None, "warmup": None, "prefill": o.prefill})
+            rows.append(
+                {"what": "prefill", **known, "tokens": None, "warmup": None, "graph": None, "prefill": o.prefill}
+            )
         return rows
 
     def run(self, strategy: str, cache: Any) -> list[Row]:
@@ -264,18 +337,27 @@ class Bench:
         routing = Routing(model, ids, self.device)
         with torch.inference_mode():
             room = steps + BLOCK
-            seconds = time_blocks(Decoder(model, o.batch, room, self.device), o.warmup, blocks)
-            counters = read_counters(model)
+            decoder = Decoder(model, o.batch, room, self.device)
+            decoder.steps(o.warmup)
+            if o.graph == "all":
+                decoder.capture()
+            before = read_counters(model)
+            seconds = time_blocks(decoder, blocks)
+            counters = read_counters(model).since(before)
+            decoder.restart()
             routing.restart()
             with stubbed(model):
-                stubs = time_blocks(Decoder(model, o.batch, room, self.device), BLOCK, stub_blocks)
+                decoder.steps(BLOCK)
+                if o.graph != "none":
+                    decoder.capture()
+                stubs = time_blocks(decoder, stub_blocks)
         routing.remove()
         per_second = BLOCK * o.batch / np.array(seconds)
         low, high = np.percentile(per_second, (10, 90))
         routed = distinct(ids[:, o.warmup :]) * made.expert_bytes
-        fetched = counters.fetched_bytes_per_token
+        fetched = counters.moved_for_each(blocks * BLOCK)
         stub = statistics.median(stubs) / BLOCK
-        least = byte_seconds(row["strategy"], routed, None if fetched is None else fetched * o.batch, rates)
+        least = byte_seconds(row["strategy"], routed, fetched, rates)
         by_bytes, by_stub = limits(o.batch, stub, least)
         return {
             **finish_row(counters, rates, float(np.median(per_second)), by_bytes, by_stub),
@@ -283,7 +365,7 @@ class Bench:
             "p90": float(high),
             "hit_rate": counters.hit_rate,
             "routed_bytes_per_token": routed / o.batch,
-            "fetched_bytes_per_token": fetched,
+            "fetched_bytes_per_token": None if fetched is None else fetched / o.batch,
             "stub_ms": stub * 1e3,
         }
 
@@ -297,14 +379,17 @@ class Bench:
         prompt = prompt.to(self.device)
         with torch.inference_mode():
             decoder = Decoder(model, o.batch, o.prefill, self.device)
+            time_prompts(decoder, prompt, routing.restart, 1)
+            before = read_counters(model)
             seconds = time_prompts(decoder, prompt, routing.restart)
-            counters = read_counters(model)
+            counters = read_counters(model).since(before)
             with stubbed(model):
+                time_prompts(decoder, prompt, routing.restart, 1)
                 stub = time_prompts(decoder, prompt, routing.restart)
         routing.remove()
         routed = distinct(ids.transpose(1, 2).reshape(ids.shape[0], 1, -1, ids.shape[3])) * made.expert_bytes
-        share = 1 - min(1.0, (counters.slots or 0) / (plan.layers * plan.n_experts))
-        least = byte_seconds(row["strategy"], routed, share * routed, rates)
+        copied = counters.moved_for_each(PREFILLS)
+        least = byte_seconds(row["strategy"], routed, copied, rates)
         compute = stub
         if rates.product is not None and row["strategy"] != "cpu":
             products = 3 * plan.layout.hidden * plan.layout.intermediate
@@ -313,6 +398,7 @@ class Bench:
         return {
             **finish_row(counters, rates, tokens / seconds, limits(tokens, stub, least)[0], tokens / slowest),
             "seconds": seconds,
+            "copied_bytes": copied,
             "copy_seconds": least,
             "compute_seconds": compute,
             "stub_ms": stub * 1e3,
@@ -331,6 +417,12 @@ def finish_row(counters: Counters, rates: Rates, speed: float, by_bytes: float |
         "torch": torch.__version__,
         "freetoken": freetoken.__version__,
     }
+
+
+def device_of(name: str) -> torch.device:
+    """With its number: not everything takes a `cuda` without one."""
+    device = torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def free_device_memory() -> None:
@@ -355,7 +447,7 @@ def describe(row: Row) -> str:
     head = f"{row['what']} {row['format']} {row['strategy']}{'' if row['cache'] is None else ' ' + str(row['cache'])}"
     if row["what"] == "prefill":
         found = f"{row['prefill']} tokens in {row['seconds']:.3f} s, {row['tokens_per_s']:.1f} tokens/s"
-        parts = f"copy {number(row['copy_seconds'], 3)} s, compute {number(row['compute_seconds'], 3)} s"
+        parts = f"bytes {number(row['copy_seconds'], 3)} s, compute {number(row['compute_seconds'], 3)} s"
         return f"{head}: {found}; {parts}; {number(row['share'], 2)} of the limit"
     found = f"{row['tokens_per_s']:.1f} tokens/s ({row['p10']:.1f} to {row['p90']:.1f})"
     moved = f"{number(row['fetched_bytes_per_token'], 3, 1e9)} GB fetched of {row['routed_bytes_per_token'] / 1e9:.3f}"
@@ -409,6 +501,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--skew", type=float, default=0.0, help="exponent of Zipf's law of experts; 0 is uniform")
     add("--locality", type=float, default=0.0, help="share of a token's experts that stay from the token before")
     add("--seed", type=int, default=0)
+    add(
+        "--graph",
+        choices=("none", "stub", "all"),
+        default="none",
+        help="replay the stub, or the step too, as a CUDA graph",
+    )
     add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of the dense part")
     add("--threads", type=lambda text: text if text == "auto" else int(text), default="auto", help="CPU workers")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -428,8 +526,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     o.format = o.format or [SHAPES[o.model].format]
     on_cpu = torch.device(o.device).type == "cpu"
     o.strategy = o.strategy or ["cpu" if on_cpu else "offload"]
-    if on_cpu and o.strategy != ["cpu"]:
-        parser.error("strategies other than cpu need a GPU: give --device cuda")
+    if on_cpu and (o.strategy != ["cpu"] or o.graph != "none"):
+        parser.error("strategies other than cpu, and graphs, need a GPU: give --device cuda")
+    if o.graph == "all" and not o.warmup:
+        parser.error("--graph all needs a step before it: give --warmup")
     return o
 
 
@@ -442,7 +542,7 @@ def combinations(o: argparse.Namespace) -> Iterable[tuple[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     o = parse(arguments)
     table, rows, failed = Table(o.out), [], []
-    print(f"{o.model}, {o.layers} layers, {device_name(torch.device(o.device))}, torch {torch.__version__}", flush=True)
+    print(f"{o.model}, {o.layers} layers, {device_name(device_of(o.device))}, torch {torch.__version__}", flush=True)
     for name in o.format:
         bench = Bench(o, table, name)
         for strategy, cache in combinations(o):

@@ -12,7 +12,7 @@ import pytest
 import rates
 import synthetic
 import torch
-from gpu_decode import KEY, Decoder, Table, distinct, limits, parse_cache, time_blocks
+from gpu_decode import KEY, Counters, Decoder, Table, distinct, limits, parse_cache, put_on, read_counters, time_blocks
 from rates import Rates, byte_seconds
 from synthetic import SHAPES, ModelShape, Routing, Synthetic, draw_routes, fill, make_plan, rotate_record, stubbed
 
@@ -24,6 +24,7 @@ from freetoken.integration.operator import layer_of
 from freetoken.integration.plan import find_experts
 from freetoken.kernels import reference
 from freetoken.memory import budget
+from freetoken.offload.pinning import Pinned
 from tests.support.experts import check_close, make_expert
 
 TINY = SHAPES["tiny"]
@@ -31,7 +32,7 @@ SMALL = {
     "gpt_oss": {
         "vocab_size": 128, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 2, "sliding_window": 8,
     },
     "deepseek_v4": {
         "vocab_size": 128, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 5,
@@ -278,27 +279,105 @@ def test_stub_gives_zeros_and_goes_away() -> None:
     assert before.any() and torch.equal(before, after)
 
 
-def test_decoding_is_what_generate_does() -> None:
-    model = Synthetic(TINY, formats.get("nvfp4"), dtype=torch.float32).model()
-    prompt = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
-    decoder, found = Decoder(model, 2, 32, torch.device("cpu")), []
-    with torch.inference_mode():
-        decoder.read(prompt)
-        for _ in range(10):
-            found.append(decoder.token.clone())
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v4"])
+def test_prompt_and_steps_give_the_logits_of_one_call(family: str) -> None:
+    """Beyond the window of layers that slide, and with experts that the routers choose; a wider window is seen."""
+    shape = TINY if family == "qwen3_moe" else small(family)
+    model = Synthetic(shape, formats.get("nvfp4"), dtype=torch.float32).model()
+    ids = torch.randint(96, (2, 30), generator=torch.Generator().manual_seed(3))
+    found: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda *args: found.append(args[2][:, -1].clone()))
+
+    def decode(decoder: Decoder) -> torch.Tensor:
+        found.clear()
+        decoder.read(ids[:, :11])
+        for at in range(11, 30):
+            assert torch.equal(decoder.token[:, 0], found[-1].argmax(1))
+            decoder.token.copy_(ids[:, at : at + 1])
             decoder.step()
-        wanted = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, do_sample=False, eos_token_id=-1,
-            pad_token_id=0,
-        )  # fmt: skip
-    assert torch.equal(torch.cat(found, 1), wanted[:, 5:])
+        return torch.stack(found, 1)
+
+    with torch.inference_mode():
+        wanted = model(ids).logits[:, 10:]
+        decoder = Decoder(model, 2, 32, torch.device("cpu"))
+        torch.testing.assert_close(decode(decoder), wanted, rtol=1e-3, atol=1e-4)
+        if family == "gpt_oss":
+            decoder.restart()
+            decoder._window += 4
+            assert (decode(decoder) - wanted).abs().max() > 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_replayed_steps_are_those_that_run(family: str) -> None:
+    """With drawn experts, whose step a replay moves on; experts do nothing, which any device can."""
+    made = Synthetic(TINY if family == "qwen3_moe" else small(family), formats.get("mxfp4"))
+    device, plan = torch.device("cuda", 0), made.plan
+    model = made.model(device)
+    routing = Routing(model, draw_routes(plan.layers, 16, 1, plan.n_experts, plan.top_k), device)
+    decoder, found = Decoder(model, 1, 40, device), []
+    for captured in (False, True):
+        decoder.restart()
+        routing.restart()
+        with torch.inference_mode(), stubbed(model):
+            decoder.steps(3)
+            if captured:
+                decoder.capture()
+            found.append([])
+            for _ in range(30):
+                decoder.step()
+                found[-1].append((int(decoder.token), int(decoder.position), int(routing.step)))
+    assert found[0] == found[1]
+    assert found[1][-1][1:] == (33, 33 % 16)
 
 
 def test_blocks_are_as_many_as_asked() -> None:
-    steps = []
-    decoder = SimpleNamespace(device=torch.device("cpu"), step=lambda: steps.append(1))
-    assert len(time_blocks(decoder, 5, 3)) == 3  # type: ignore[arg-type]
-    assert len(steps) == 5 + 3 * 8
+    steps: list[int] = []
+    decoder = SimpleNamespace(device=torch.device("cpu"), steps=steps.append)
+    assert len(time_blocks(decoder, 3)) == 3  # type: ignore[arg-type]
+    assert steps == [8, 8, 8]
+
+
+def test_counters_are_of_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(hits: int, misses: int, fetched: int, streamed: int) -> Counters:
+        statistics = SimpleNamespace(hits=hits, misses=misses, fetched_bytes=fetched)
+        usage = SimpleNamespace(slots=7, statistics=statistics, streamed_bytes=streamed)
+        monkeypatch.setattr(gpu_decode.freetoken, "report", lambda _: SimpleNamespace(device=usage))
+        return read_counters(None)
+
+    before, after = read(10, 5, 500, 30), read(40, 15, 1500, 80)
+    found = after.since(before)
+    assert found == Counters(7, 30, 10, 1050)
+    assert found.hit_rate == 0.75
+    assert found.moved_for_each(10) == 105
+    assert before.since(before).hit_rate is None
+
+
+def test_banks_are_pinned_before_anything_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[object] = []
+    pinned = Pinned(3, 100, 0, 1, 30, "the driver says no")
+    layer = SimpleNamespace(experts=SimpleNamespace(wait_until_pinned=lambda: calls.append("waited") or pinned))
+    monkeypatch.setattr(gpu_decode, "place", lambda model, **given: calls.append(given))
+    monkeypatch.setattr(gpu_decode, "layer_of", lambda module: layer if isinstance(module, torch.nn.Linear) else None)
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(2, 2))
+
+    put_on(model, torch.device("cpu"), "cpu", None)
+    assert calls == []
+    put_on(model, torch.device("cuda", 1), "offload", 0.25)
+    put_on(model, torch.device("cuda", 0), "resident", None)
+    assert calls[0] == {"device": "cuda:1", "strategy": "offload", "cache": 0.25}
+    assert calls[2] == {"device": "cuda:0", "strategy": "resident", "cache": "auto"}
+    assert calls[1] == calls[3] == "waited"
+    assert "1 refused, 30 bytes (the driver says no)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("usage", [None, SimpleNamespace(slots=0, statistics=None)])
+def test_model_without_slots_counts_nothing(usage: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decode.freetoken, "report", lambda _: SimpleNamespace(device=usage))
+    found = read_counters(None)
+    assert found.since(found).hit_rate is found.moved_for_each(4) is found.slots is None
 
 
 def test_distinct_experts_of_a_step() -> None:
@@ -427,6 +506,7 @@ def test_table_without_a_file() -> None:
         (["--locality", "1.5"], "from 0 to 1"),
         (["--layers", "7"], "tiny has 3 layers"),
         (["--strategy", "offload"], "need a GPU"),
+        (["--graph", "stub"], "need a GPU"),
     ],
 )
 def test_bad_arguments(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

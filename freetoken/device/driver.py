@@ -25,9 +25,6 @@ LOST = frozenset(
 )  # fmt: skip
 """Errors after which every call of the process fails."""
 
-_SHARED = 48 << 10
-"""Bytes of shared memory that a launch may say without further ado."""
-
 RING = """
 /* Count a bell up by 2, its lowest bit as asked, after all that this thread and what it depends on has written.
    By one thread: only the device writes to a bell, and one bell at a time. */
@@ -149,7 +146,7 @@ class Kernel:
         self._driver = driver
         self._function = driver.call("cuModuleGetFunction", module, name.encode())
         self.name = name
-        self._shared = _SHARED
+        self._shared = 0  # what a launch may say, once the driver has been told
         self._starts_early = starts_early
         if starts_early:
             self._early = driver.api.CUlaunchAttribute()

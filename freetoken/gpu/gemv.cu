@@ -38,21 +38,26 @@ FT_DEVICE unsigned int ft_narrow(float low, float high) {
 }
 FT_DEVICE float ft_widen(unsigned int bits) { return FT_SCALED ? ft_from_f16(bits & 0xFFFFu) : ft_float(bits << 16); }
 
-/* The 8 values from k, zeros past the end. */
-template <typename X, int K> FT_DEVICE void ft_load(const X *x, int k, bool aligned, float *values) {
-    union {
-        uint4 words[sizeof(X) / 2];
-        X items[8];
-    } read;
-    if (K % 8 == 0 && aligned && k < K) {
+template <typename X> union ft_eight {
+    uint4 words[sizeof(X) / 2];
+    X items[8];
+};
+
+/* 8 items from k on, of which those past the end are anything. */
+template <typename X, int K> FT_DEVICE void ft_load(const X *x, int k, bool aligned, ft_eight<X> &to) {
+    if (K % 8 == 0 && aligned) {
 #pragma unroll
-        for (int i = 0; i < (int)sizeof(X) / 2; i++) read.words[i] = ((const uint4 *)(x + k))[i];
+        for (int i = 0; i < (int)sizeof(X) / 2; i++) to.words[i] = ((const uint4 *)(x + (k < K ? k : 0)))[i];
     } else {
 #pragma unroll
-        for (int i = 0; i < 8; i++) read.items[i] = x[k + i < K ? k + i : K - 1];
+        for (int i = 0; i < 8; i++) to.items[i] = x[k + i < K ? k + i : K - 1];
     }
+}
+
+/* Their values, zeros past the end. */
+template <typename X, int K> FT_DEVICE void ft_values(const ft_eight<X> &from, int k, float *values) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) values[i] = k + i < K ? ft_value(read.items[i]) : 0.0f;
+    for (int i = 0; i < 8; i++) values[i] = k + i < K ? ft_value(from.items[i]) : 0.0f;
 }
 
 /* Put 8 values from k on where the lanes that multiply them read: 16 bytes for each t of 32 weights. */
@@ -133,11 +138,12 @@ template <int TILES, int K, int BYTES> struct ft_stages {
     };
     static_assert(FT_WARPS % FT_PARTS == 0, "all stages of a warp are the same part of a block");
 
-    const unsigned char *tiles, *ring;
+    const unsigned char *tiles, *ring; /* the tiles that are copied next */
     ft_address target, target_of_rest; /* of this lane's first chunk of a tile, and of the one beyond whole rounds */
     int source, source_of_rest, rest;  /* where they come from in a tile; whose the latter is */
     int stage, slot;                   /* what is copied next, and to which offset in the ring */
-    int n_tiles, lane;
+    int n_tiles;                       /* from there on to the last one of this block */
+    int warp, lane;
 
     /* Where a chunk of a stage is in its tile. */
     FT_DEVICE int place_in_tile(int stage, int chunk) {
@@ -154,25 +160,29 @@ template <int TILES, int K, int BYTES> struct ft_stages {
         return 16 * (at < 0 ? FT_CODES / 16 + FT_HEAD * (block + 1) + at : code ^ (code >> 3 & 1) << 1);
     }
 
-    __device__ void start(const unsigned char *first, int n, unsigned char *to, int warp) {
+    __device__ void start(const unsigned char *first, int n, unsigned char *to) {
         tiles = first;
-        n_tiles = n;
+        warp = threadIdx.x / 32;
         lane = threadIdx.x % 32;
-        ring = to;
-        stage = warp;
+        n_tiles = warp < STAGES ? n : 0;
+        ring = to + warp * RING;
         slot = 0;
-        const ft_address address = ft_address_of(to);
         const int chunk = 32 * ROUNDS + lane % (REST ? REST : 1);
         rest = lane / (REST ? REST : 1);
-        target = address + place_in_slot(lane);
+        target = ft_address_of(ring) + place_in_slot(lane);
+        target_of_rest = ft_address_of(ring) + rest * FT_STAGE + place_in_slot(chunk);
+        rewind();
+    }
+
+    __device__ void rewind() {
+        stage = warp;
         source = place_in_tile(warp, lane);
-        target_of_rest = address + rest * FT_STAGE + place_in_slot(chunk);
-        source_of_rest = place_in_tile(warp, chunk);
+        source_of_rest = place_in_tile(warp, 32 * ROUNDS + lane % (REST ? REST : 1));
     }
 
     /* Start to copy the next stage. A group ends here even if there is none. */
     template <bool ALL> __device__ void copy() {
-        if (stage < STAGES) {
+        if (n_tiles > 0) {
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
@@ -191,18 +201,22 @@ template <int TILES, int K, int BYTES> struct ft_stages {
         stage += FT_WARPS;
         source += STEP;
         source_of_rest += STEP;
+        if (stage >= STAGES) {
+            tiles += TILES * BYTES;
+            n_tiles -= TILES;
+            rewind();
+        }
         slot = slot == RING - SLOT ? 0 : slot + SLOT;
     }
 
-    /* Multiply all stages, the first FT_DEPTH - 1 of which are on their way, with so many vectors. */
-    template <bool ALL> __device__ void multiply(const unsigned char *vectors, int n_vectors, float (*sum)[4]) {
-        const int g = lane / 4, t = lane % 4;
+    /* Multiply all stages of the next TILES tiles with so many vectors. FT_DEPTH - 1 stages are on their way always; `at`
+       is the slot of the first of them. */
+    template <bool ALL>
+    __device__ void multiply(const unsigned char *vectors, int n_vectors, int &at, float (*sum)[4]) {
+        const int g = lane / 4, t = lane % 4, block = 64 * n_vectors;
         const unsigned char *codes = ring + 64 * t + (8 * g ^ t / 2 * 32), *scales = ring + FT_CODES + 2 * FT_HEAD * g;
-        const int block = 64 * n_vectors;
-        const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t;
-        vector += (stage - (FT_DEPTH - 1) * FT_WARPS) * (FT_FRAGMENTS * block);
-        int at = 0;
-        for (int left = STAGES - (stage - (FT_DEPTH - 1) * FT_WARPS); left > 0; left -= FT_WARPS) {
+        const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + warp * (FT_FRAGMENTS * block);
+        for (int i = warp; i < STAGES; i += FT_WARPS) {
             ft_wait_group<FT_DEPTH - 2>();
             __syncwarp(); /* all lanes have what they copied, and are done with the slot that is copied to next */
             copy<ALL>();
@@ -218,77 +232,126 @@ template <int TILES, int K, int BYTES> struct ft_stages {
     }
 };
 
-/* vectors[0..n) from the rows of x that routes want: route / k, or the routes themselves with k = 1. */
-template <typename X, int K, int DIGITS>
-FT_DEVICE void ft_prepare(const X *x, unsigned int k, const int *routes, int n, unsigned char *vectors, int *exponents,
-                          float (*tops)[FT_WARPS]) {
-    const bool aligned = ((unsigned long long)x & 15) == 0;
-    const int stride = 64 * n * DIGITS, padded = (K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K;
-    if (FT_SCALED) {
-        for (int c = 0; c < n; c++) {
-            const X *row = x + (long long)(routes[c] / k) * K;
-            float top = 0.0f;
-#pragma unroll 2
-            for (int at = 8 * threadIdx.x; at < K; at += 8 * FT_THREADS) {
-                float v[8];
-                ft_load<X, K>(row, at, aligned, v);
+/* Vectors from the rows of x that routes want: route / k, or the routes themselves with k = 1. Twice over x, first for the
+   largest magnitudes; each time many loads are on their way before one is used. */
+template <typename X, int K, int DIGITS> struct ft_rows {
+    enum {
+        ROUNDS = ((K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K + 8 * FT_THREADS - 1) / (8 * FT_THREADS),
+        ROUNDS_AT_ONCE = ROUNDS < 3 ? ROUNDS : 3,
+        COLUMNS_AT_ONCE = sizeof(X) == 2 ? 2 : 1
+    };
+    const X *x;
+    const int *routes;
+    unsigned int k;
+    int n;
+
+    template <typename Use> __device__ void each(Use use) const {
+        const bool aligned = ((unsigned long long)x & 15) == 0;
+        for (int first = 0; first < n; first += COLUMNS_AT_ONCE)
+            for (int round = 0; round < ROUNDS; round += ROUNDS_AT_ONCE) {
+                const int at = 8 * (round * FT_THREADS + (int)threadIdx.x);
+                ft_eight<X> read[COLUMNS_AT_ONCE][ROUNDS_AT_ONCE];
 #pragma unroll
-                for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[i]));
+                for (int c = 0; c < COLUMNS_AT_ONCE; c++)
+                    if (first + c < n) {
+                        const X *row = x + (long long)(routes[first + c] / k) * K;
+#pragma unroll
+                        for (int r = 0; r < ROUNDS_AT_ONCE; r++)
+                            ft_load<X, K>(row, at + 8 * FT_THREADS * r, aligned, read[c][r]);
+                    }
+#pragma unroll
+                for (int c = 0; c < COLUMNS_AT_ONCE; c++)
+                    if (first + c < n) {
+                        float v[ROUNDS_AT_ONCE][8];
+#pragma unroll
+                        for (int r = 0; r < ROUNDS_AT_ONCE; r++)
+                            ft_values<X, K>(read[c][r], at + 8 * FT_THREADS * r, v[r]);
+                        use(first + c, round, at, v);
+                    }
+            }
+    }
+
+    __device__ void prepare(unsigned char *vectors, int *exponents, float (*tops)[FT_WARPS]) const {
+        if (FT_SCALED) {
+            each([&](int c, int round, int at, float (*v)[8]) {
+                float top = 0.0f;
+#pragma unroll
+                for (int r = 0; r < ROUNDS_AT_ONCE; r++)
+#pragma unroll
+                    for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[r][i]));
+#pragma unroll
+                for (int lanes = 16; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
+                float *to = &tops[c][threadIdx.x / 32];
+                if (threadIdx.x % 32 == 0) *to = round ? fmaxf(*to, top) : top;
+            });
+            __syncthreads();
+        }
+        each([&](int c, int round, int at, float (*v)[8]) {
+            float factor = 1.0f;
+            if (FT_SCALED) {
+                float top = tops[c][0];
+#pragma unroll
+                for (int w = 1; w < FT_WARPS; w++) top = fmaxf(top, tops[c][w]);
+                const int exponent = ft_exponent(top);
+                factor = ft_power(FT_TOP - exponent);
+                if (threadIdx.x == 0) exponents[c] = exponent - FT_TOP - FT_WEIGHTS;
             }
 #pragma unroll
-            for (int lanes = 16; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
-            if (threadIdx.x % 32 == 0) tops[c][threadIdx.x / 32] = top;
-        }
+            for (int r = 0; r < ROUNDS_AT_ONCE; r++) {
+                const int from = at + 8 * FT_THREADS * r;
+                if (from >= (K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K) break;
+#pragma unroll
+                for (int i = 0; i < 8; i++) v[r][i] *= factor;
+                ft_place_digits<DIGITS>(vectors + 64 * DIGITS * c, 64 * DIGITS * n, from, v[r]);
+            }
+        });
         __syncthreads();
     }
-    for (int c = 0; c < n; c++) {
-        const X *row = x + (long long)(routes[c] / k) * K;
-        float factor = 1.0f;
-        if (FT_SCALED) {
-            float top = tops[c][0];
-#pragma unroll
-            for (int w = 1; w < FT_WARPS; w++) top = fmaxf(top, tops[c][w]);
-            const int exponent = ft_exponent(top);
-            factor = ft_power(FT_TOP - exponent);
-            if (threadIdx.x == 0) exponents[c] = exponent - FT_TOP - FT_WEIGHTS;
-        }
-#pragma unroll 2
-        for (int at = 8 * threadIdx.x; at < padded; at += 8 * FT_THREADS) {
-            float v[8];
-            ft_load<X, K>(row, at, aligned, v);
-#pragma unroll
-            for (int i = 0; i < 8; i++) v[i] *= factor;
-            ft_place_digits<DIGITS>(vectors + 64 * DIGITS * c, stride, at, v);
-        }
+};
+
+/* Units that are there. */
+FT_DEVICE int ft_count(const long long *address) {
+    int n = 0;
+    for (int i = 0; i < (int)gridDim.y; i += 32) {
+        const int lane = i + threadIdx.x % 32;
+        n += __popc(__ballot_sync(~0u, lane < (int)gridDim.y && address[lane] != 0));
     }
-    __syncthreads();
+    return n;
 }
 
-/* Block (x, y): tiles TILES x and so on of unit y; `columns` vectors fit into shared memory behind the ring. */
+/* Block (x, y) has a run of groups of TILES tiles of unit y, the longer the more units there are: with `blocks` blocks the
+   device is busy, and more would only prepare the same vectors again. `columns` vectors fit into shared memory. */
 template <typename X, bool GATE_UP, int TILES, int K, int N, int BYTES>
 FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, float *out, unsigned int k,
-                       long long offset, int columns, float alpha, float limit) {
+                       long long offset, int columns, int blocks, float alpha, float limit) {
     typedef ft_stages<TILES, K, BYTES> stages;
     enum {
         DIGITS = FT_EXACT ? 3 : 1,
+        HALVES = GATE_UP ? 2 : 1,
+        ROWS = FT_ROWS * TILES / HALVES, /* of a group */
         TILES_OF_ROWS = (N + FT_ROWS - 1) / FT_ROWS,
-        COUNT = (GATE_UP ? 2 : 1) * TILES_OF_ROWS,
+        COUNT = HALVES * TILES_OF_ROWS,
+        GROUPS = (COUNT + TILES - 1) / TILES,
         ALL = COUNT % TILES == 0
     };
     FT_SHARED(shared);
     __shared__ int routes[FT_COLUMNS], exponents[FT_COLUMNS];
     __shared__ float tops[FT_COLUMNS][FT_WARPS];
     if (GATE_UP) ft_let_next_start();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const long long unit = address[blockIdx.y];
-    if (unit == 0) return;
-    const unsigned char *record = (const unsigned char *)unit + offset;
-    const int lane = threadIdx.x % 32, first = blockIdx.x * TILES;
     const int wanted = lane < FT_COLUMNS ? route[blockIdx.y * FT_COLUMNS + lane] : -1;
-    unsigned int left = __ballot_sync(~0u, wanted >= 0);
-    const int warp = threadIdx.x / 32, n_tiles = COUNT - first < TILES ? COUNT - first : TILES;
-    const unsigned char *tiles = record + (GATE_UP ? FT_GATE_UP : FT_DOWN) + (long long)first * BYTES;
-    unsigned char *vectors = shared + FT_WARPS * stages::RING;
+    const int run = ft_count(address) * GROUPS / blocks + 1, first = blockIdx.x * run;
+    if (unit == 0 || first >= GROUPS) return;
+    const int n_groups = GROUPS - first < run ? GROUPS - first : run;
+    const unsigned char *record = (const unsigned char *)unit + offset;
+    const unsigned char *tiles = record + (GATE_UP ? FT_GATE_UP : FT_DOWN) + (long long)first * TILES * BYTES;
+    const int n_tiles = n_groups * TILES < COUNT - first * TILES ? n_groups * TILES : COUNT - first * TILES;
+    const ft_globals globals = *(const ft_globals *)(record + (GATE_UP ? FT_GATE_UP_GLOBALS : FT_DOWN_GLOBALS));
+    float *sums = (float *)(shared + FT_WARPS * stages::RING); /* [warp][tile][row][column] */
+    unsigned char *vectors = (unsigned char *)(sums + FT_WARPS * TILES * FT_ROWS * FT_COLUMNS);
     bool started = false;
+    unsigned int left = __ballot_sync(~0u, wanted >= 0);
     while (left) {
         int n = 0; /* routes of this pass */
         for (; left && n < columns / DIGITS; n++, left &= left - 1) {
@@ -296,65 +359,66 @@ FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, f
             if (threadIdx.x == 0) routes[n] = next;
         }
         stages part;
-        part.start(tiles, n_tiles, shared + warp * stages::RING, warp);
+        part.start(tiles, n_tiles, shared);
 #pragma unroll
         for (int i = 0; i < FT_DEPTH - 1; i++) part.template copy<ALL>();
         if (!GATE_UP && !started) ft_wait_for_last();
         started = true;
         __syncthreads();
-        ft_prepare<X, K, DIGITS>(x, k, routes, n, vectors, exponents, tops);
-        float sum[TILES][4];
+        ft_rows<X, K, DIGITS>{x, routes, k, n}.prepare(vectors, exponents, tops);
+        int slot = 0;
+        for (int group = first; group < first + n_groups; group++) {
+            const int row = threadIdx.x % ROWS, at = group * ROWS + row;
+            float bias[2] = {0.0f, 0.0f}; /* asked for long before it is used */
+            if (FT_HAS_BIAS && at < N)
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) sum[tile][0] = sum[tile][1] = sum[tile][2] = sum[tile][3] = 0.0f;
-        part.template multiply<ALL>(vectors, n * DIGITS, sum);
-
-        float *sums = (float *)shared; /* [warp][tile][row][column], where the ring was */
-        __syncthreads();
+                for (int half = 0; half < HALVES; half++)
+                    bias[half] = ((const float *)(record + (GATE_UP ? FT_GATE_UP_BIAS : FT_DOWN_BIAS)))
+                        [half * TILES_OF_ROWS * FT_ROWS + at];
+            float sum[TILES][4];
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-            float *to = sums + ((warp * TILES + tile) * FT_ROWS + lane / 4 * 2) * FT_COLUMNS + lane % 4 * 2;
-            *(float2 *)to = make_float2(sum[tile][0], sum[tile][1]);
-            *(float2 *)(to + FT_COLUMNS) = make_float2(sum[tile][2], sum[tile][3]);
-        }
-        __syncthreads();
-        const ft_globals globals = *(const ft_globals *)(record + (GATE_UP ? FT_GATE_UP_GLOBALS : FT_DOWN_GLOBALS));
-        const float *bias = (const float *)(record + (GATE_UP ? FT_GATE_UP_BIAS : FT_DOWN_BIAS));
-        for (int i = threadIdx.x; i < (GATE_UP ? 1 : TILES) * FT_ROWS * n; i += FT_THREADS) {
-            const int column = i / (FT_ROWS * (GATE_UP ? 1 : TILES)), row = i % (FT_ROWS * (GATE_UP ? 1 : TILES));
-            const int at = (GATE_UP ? blockIdx.x : first) * FT_ROWS + row;
-            if (at >= N) continue;
-            float value[2] = {0.0f, 0.0f};
+            for (int tile = 0; tile < TILES; tile++) sum[tile][0] = sum[tile][1] = sum[tile][2] = sum[tile][3] = 0.0f;
+            part.template multiply<ALL>(vectors, n * DIGITS, slot, sum);
 #pragma unroll
-            for (int half = 0; half < (GATE_UP ? 2 : 1); half++) {
-                float digits[DIGITS];
-#pragma unroll
-                for (int d = 0; d < DIGITS; d++) {
-                    const float *from = sums + (half * FT_ROWS + row) * FT_COLUMNS + column * DIGITS + d;
-                    digits[d] = from[0];
-#pragma unroll
-                    for (int w = 1; w < FT_WARPS; w++) digits[d] += from[w * TILES * FT_ROWS * FT_COLUMNS];
-                }
-                float whole = ft_join_digits<DIGITS>(digits);
-                if (FT_SCALED) whole = ft_times_power(whole, exponents[column]);
-                whole = ft_scale_all(whole, half ? globals.second : globals.first, globals.mode);
-                value[half] = FT_HAS_BIAS ? whole + bias[half * TILES_OF_ROWS * FT_ROWS + at] : whole;
+            for (int tile = 0; tile < TILES; tile++) {
+                float *to = sums + ((warp * TILES + tile) * FT_ROWS + lane / 4 * 2) * FT_COLUMNS + lane % 4 * 2;
+                *(float2 *)to = make_float2(sum[tile][0], sum[tile][1]);
+                *(float2 *)(to + FT_COLUMNS) = make_float2(sum[tile][2], sum[tile][3]);
             }
-            out[(long long)routes[column] * N + at] =
-                GATE_UP ? ft_activate(value[0], value[1], alpha, limit) : value[0];
+            __syncthreads();
+            for (int column = threadIdx.x / ROWS; column < n && at < N; column += FT_THREADS / ROWS) {
+                float value[2] = {0.0f, 0.0f};
+#pragma unroll
+                for (int half = 0; half < HALVES; half++) {
+                    float digits[DIGITS];
+#pragma unroll
+                    for (int d = 0; d < DIGITS; d++) {
+                        const float *from = sums + (half * FT_ROWS + row) * FT_COLUMNS + column * DIGITS + d;
+                        digits[d] = from[0];
+#pragma unroll
+                        for (int w = 1; w < FT_WARPS; w++) digits[d] += from[w * TILES * FT_ROWS * FT_COLUMNS];
+                    }
+                    float whole = ft_join_digits<DIGITS>(digits);
+                    if (FT_SCALED) whole = ft_times_power(whole, exponents[column]);
+                    value[half] = ft_scale_all(whole, half ? globals.second : globals.first, globals.mode) + bias[half];
+                }
+                out[(long long)routes[column] * N + at] =
+                    GATE_UP ? ft_activate(value[0], value[1], alpha, limit) : value[0];
+            }
+            __syncthreads();
         }
-        __syncthreads();
     }
 }
 
-extern "C" __global__ void __launch_bounds__(FT_THREADS)
+extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
 gate_up(const FT_X *x, const long long *address, const int *route, float *out, unsigned int k, long long offset,
-        int columns, float alpha, float limit) {
-    ft_gemv<FT_X, true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE>(x, address, route, out, k, offset, columns, alpha,
-                                                                       limit);
+        int columns, int blocks, float alpha, float limit) {
+    ft_gemv<FT_X, true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE>(x, address, route, out, k, offset, columns, blocks,
+                                                                       alpha, limit);
 }
 
-extern "C" __global__ void __launch_bounds__(FT_THREADS)
-down(const float *h, const long long *address, const int *route, float *out, long long offset, int columns) {
+extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
+down(const float *h, const long long *address, const int *route, float *out, long long offset, int columns, int blocks) {
     ft_gemv<float, false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE>(h, address, route, out, 1, offset,
-                                                                                     columns, 0.0f, 0.0f);
+                                                                                     columns, blocks, 0.0f, 0.0f);
 }

@@ -26,17 +26,23 @@ _DIGITS = 3
 
 _VECTOR_ROOM = 24 << 10
 """Bytes of shared memory for vectors. Routes that do not fit are multiplied in turn, by weights from the cache."""
+_SUMS = TILE_ROWS * COLUMNS * 4
+"""Bytes of a warp's sums of a tile."""
 _LEAST = "sm_80"
 """The first architecture that has all instructions of device.cuh."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel shares out its work: warps of a block, stages of a warp's ring, tiles of down in a block."""
+    """How a kernel shares out its work.
+
+    warps: of a block. depth: stages of a warp's ring. tiles: of down at once. resident: blocks of a multiprocessor.
+    """
 
     warps: int = 4
-    depth: int = 6
+    depth: int = 4
     tiles: int = 2
+    resident: int = 6
 
 DEFAULT = Shape()
 
@@ -67,6 +73,7 @@ class CudaGemv:
         self.layout, self.dtype = layout, dtype
         self._shape = shape
         self._numbers = ctypes.c_float(activation.alpha), ctypes.c_float(activation.limit)
+        self._blocks = ctypes.c_int(device.multiprocessors * shape.resident)
         self._k = 1  # a guess for `down` of how many routes a unit has; results do not depend on it
         self._gate_up, self._down = device.compile(_source(layout, activation, dtype, shape), "gate_up", "down")
 
@@ -88,6 +95,7 @@ class CudaGemv:
             ctypes.c_uint(k),
             ctypes.c_longlong(offset),
             ctypes.c_int(columns),
+            self._blocks,
             *self._numbers,
             blocks=(self.layout.gate_tiles, len(units.address)),
             threads=32 * self._shape.warps,
@@ -110,6 +118,7 @@ class CudaGemv:
             out.data_ptr(),
             ctypes.c_longlong(offset),
             ctypes.c_int(columns),
+            self._blocks,
             blocks=(-(-self.layout.down_tiles // self._shape.tiles), len(units.address)),
             threads=32 * self._shape.warps,
             shared=shared,
@@ -122,7 +131,7 @@ class CudaGemv:
         vector = -(-k // width) * width * 2
         digits = _DIGITS if self.dtype == torch.float32 else 1
         routes = max(1, min(tokens, COLUMNS // digits, _VECTOR_ROOM // (vector * digits)))
-        return routes * digits, routes * digits * vector + self._shape.warps * self._shape.depth * tiles * stage
+        return routes * digits, routes * digits * vector + self._shape.warps * tiles * (self._shape.depth * stage + _SUMS)
 
 
 def _stage(fmt: Format) -> tuple[int, int]:
@@ -144,6 +153,7 @@ def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, sh
         "WARPS": shape.warps,
         "DEPTH": shape.depth,
         "TILES": shape.tiles,
+        "RESIDENT": shape.resident,
         **{name.upper(): offset for name, (offset, _) in layout.sections.items()},
     }
     head = "".join(f"enum {{ FT_{name} = {value} }};\n" for name, value in constants.items())

@@ -42,7 +42,7 @@ struct ft_fiber {
 struct ft_barrier { int arrived, passed; };
 struct ft_dim { unsigned int x, y; };
 
-static ft_dim threadIdx, blockIdx;
+static ft_dim threadIdx, blockIdx, gridDim;
 static std::vector<unsigned char> ft_shared;
 static std::vector<ft_fiber> ft_fibers;
 static std::vector<ft_barrier> ft_warps;
@@ -97,6 +97,7 @@ static inline unsigned int __ballot_sync(unsigned int, bool vote) {
     for (int lane = 0; lane < 32; lane++) votes |= (unsigned int)ft_of_lane<bool>(all, lane) << lane;
     return votes;
 }
+static inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }
 static inline int __ffs(unsigned int bits) { return __builtin_ffs((int)bits); }
 
 typedef unsigned char *ft_address;
@@ -242,6 +243,7 @@ template <typename... A> static void ft_launch(void (*kernel)(A...), void **at, 
         std::tuple<A...> arguments(*(A *)at[I]...);
         ft_body = [kernel, arguments] { std::apply(kernel, arguments); };
     }(std::index_sequence_for<A...>());
+    gridDim = {(unsigned int)grid[0], (unsigned int)grid[1]};
     for (blockIdx.y = 0; (int)blockIdx.y < grid[1]; blockIdx.y++)
         for (blockIdx.x = 0; (int)blockIdx.x < grid[0]; blockIdx.x++) ft_run_block(threads, shared);
 }

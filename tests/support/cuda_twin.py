@@ -23,6 +23,7 @@ class TwinDevice:
 
     name = "a twin"
     architecture = "sm_80"
+    multiprocessors = 2
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -107,8 +107,8 @@ def perplexity(
 class GreedyDifference:
     """Where greedy texts of two models part.
 
-    tokens: compared. position: the first new token that differs, counted from 0, None where all are equal. margin: by how
-    much the first model liked its own token there better than the second one's, in logits; 0 where all are equal.
+    tokens: compared. position: the first new token that differs, counted from 0, None where all are equal. margin: by
+    how much the first model liked its own token there better than the second one's, in logits; 0 where all are equal.
     """
 
     tokens: int

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 WAITS = ("memory", "host function")
 """The kinds of `Waits`, in the order in which they are tried."""
+EARLY = 90
+"""The architecture from which on a kernel can start before the one before it has ended."""
 _CLOSE = 5.0
 """Seconds that closing waits for what is on its way."""
 
@@ -228,9 +230,11 @@ class CudaDevice:
         self._closed = False
         self._launched: set[CudaGraph] = set()  # since the device was last idle: they outlive what they run
         self._streams: list[torch.cuda.Stream] = []
+        self._modules: dict[str, Any] = {}
         self._context = self.driver.call("cuDevicePrimaryCtxRetain", self.driver.call("cuDeviceGet", index))
         major, minor = torch.cuda.get_device_capability(index)
         self.architecture = f"sm_{major}{minor}"
+        self.multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         with self.entered("CudaDevice"):
             self.stream = self.stream_of(0)
             self.ring_kernel, self.set_kernel = self.compile(KERNELS, "ring", "set")
@@ -364,10 +368,16 @@ class CudaDevice:
     # -- more than `Device`
 
     def compile(self, source: str, *names: str) -> list[Kernel]:
-        """Kernels of CUDA C, which may use `driver.RING`; raises `DeviceError` with the compiler's words."""
+        """Kernels of CUDA C, which may use `driver.RING`; raises `DeviceError` with the compiler's words.
+
+        The same source is compiled once.
+        """
         with self.entered("compile"):
-            module = self.driver.compile(source, self.architecture)
-            return [Kernel(self.driver, module, name) for name in names]
+            module = self._modules.get(source)
+            if module is None:
+                module = self._modules[source] = self.driver.compile(source, self.architecture)
+            early = int(self.architecture[3:]) >= EARLY
+            return [Kernel(self.driver, module, name, early) for name in names]
 
     def pointer(self, memory: torch.Tensor | Flag) -> int:
         """Where the device finds memory; raises `DeviceError` for memory of the host that is not registered."""

@@ -142,15 +142,45 @@ class Driver:
 class Kernel:
     """A kernel of a compiled module, put on torch's current stream by calling it."""
 
-    def __init__(self, driver: Driver, module: Any, name: str) -> None:
+    def __init__(self, driver: Driver, module: Any, name: str, starts_early: bool = False) -> None:
         self._driver = driver
         self._function = driver.call("cuModuleGetFunction", module, name.encode())
         self.name = name
+        self._shared = 0  # what a launch may say, once the driver has been told
+        self._starts_early = starts_early
+        if starts_early:
+            self._early = driver.api.CUlaunchAttribute()
+            self._early.id = driver.api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            self._early.value.programmaticStreamSerializationAllowed = 1
 
-    def __call__(self, *arguments: Any, blocks: int = 1, threads: int = 1) -> None:
-        """Launch it; arguments: addresses as int, other values as ctypes."""
+    def __call__(
+        self,
+        *arguments: Any,
+        blocks: int | tuple[int, ...] = 1,
+        threads: int = 1,
+        shared: int = 0,
+        early: bool = False,
+    ) -> None:
+        """Launch it; arguments: addresses as int, other values as ctypes.
+
+        blocks: of a grid of up to three dimensions. shared: bytes of shared memory that the launch says. early: it may
+        start while what is before it in the stream runs, and waits for that itself, where devices have it (sm_90).
+        """
         types = tuple(ctypes.c_void_p if isinstance(value, int) else type(value) for value in arguments)
+        x, y, z = (*((blocks,) if isinstance(blocks, int) else blocks), 1, 1)[:3]
+        if shared > self._shared:
+            attribute = self._driver.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._driver.call("cuFuncSetAttribute", self._function, attribute, shared)
+            self._shared = shared
         stream = self._driver.api.CUstream(torch.cuda.current_stream().cuda_stream)
-        self._driver.call(
-            "cuLaunchKernel", self._function, blocks, 1, 1, threads, 1, 1, 0, stream, (arguments, types), 0
-        )
+        if not (early and self._starts_early):
+            self._driver.call(
+                "cuLaunchKernel", self._function, x, y, z, threads, 1, 1, shared, stream, (arguments, types), 0
+            )
+            return
+        config = self._driver.api.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared, stream
+        config.attrs, config.numAttrs = [self._early], 1
+        self._driver.call("cuLaunchKernelEx", config, self._function, (arguments, types), 0)

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from freetoken.device.base import Device
+from freetoken.device.cuda import CudaDevice
 from freetoken.errors import UnsupportedError
 from freetoken.executor import Activation
 from freetoken.formats.record import Expert, RecordLayout
 from freetoken.gpu.combine import combine
 from freetoken.gpu.gemv import TritonGemv
+from freetoken.gpu.gemv_cuda import CudaGemv
 from freetoken.gpu.grouped import GroupedProduct, hidden_dtype, sort_routes
 from freetoken.gpu.units import COLUMNS, Units
 from freetoken.kernels import reference
@@ -72,13 +74,12 @@ class LayerKernels:
         self.hidden = layouts[0].hidden
         self._device = device
         offsets = [0, *itertools.accumulate(layout.nbytes for layout in layouts)]
-        choices: list[type[Any]] = [TritonGemv]
-        for choice in choices:
+        for choice in _gemvs(device):
             self._shards = [
-                _Shard(layout, offset, choice(layout, activation), GroupedProduct(layout, activation))
+                _Shard(layout, offset, choice(layout, activation, dtype), GroupedProduct(layout, activation))
                 for layout, offset in zip(layouts, offsets, strict=False)
             ]
-            self.name = f"{choice.__name__} {layouts[0].format.name}"
+            self.name = f"{type(self._shards[0].few).__name__} {layouts[0].format.name}"
             error = self._check(example, activation, dtype)
             if error <= _BOUND[dtype]:
                 logger.info("%s runs on %s, error %.2g", self.name, device.name, error)
@@ -164,6 +165,14 @@ class LayerKernels:
         found = [self.few(x, ids, weights, units), self.many(x, ids, weights, [table.to(x.device)])]
         scale = np.linalg.norm(expected)
         return max(float(np.linalg.norm(out.double().cpu().numpy() - expected) / scale) for out in found)
+
+
+def _gemvs(device: Device) -> list[Callable[[RecordLayout, Activation, torch.dtype], Gemv]]:
+    """What can be used on a device, the faster one first."""
+    plain: list[Callable[[RecordLayout, Activation, torch.dtype], Gemv]] = [lambda *of: TritonGemv(*of[:2])]
+    if not isinstance(device, CudaDevice) or not CudaGemv.runs_on(device):
+        return plain
+    return [lambda *of: CudaGemv(device, *of), *plain]
 
 
 def only_with(ids: torch.Tensor, address: torch.Tensor) -> torch.Tensor:

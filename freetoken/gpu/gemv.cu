@@ -1,0 +1,424 @@
+/* A GEMV over slots: for each unit, one expert's record and up to 8 routes that use it, gate, up and activation, or down.
+
+   A block of FT_WARPS warps takes a few tiles of one unit (gate_up: one of gate and one of up) and reads each byte of
+   them once, whatever the number of routes: tensor cores multiply 16 rows by 8 vectors. Warps take turns at the stages of
+   the tiles; each has a ring of FT_DEPTH stages in shared memory and copies ahead of what it multiplies, so many bytes are
+   on their way with few threads. The sums of the warps meet in the end, in a fixed order.
+
+   Vectors lie in shared memory in the stages' order, as fp16 under a power of two for each (bf16 for bf16 weights), so
+   that any magnitude keeps its bits. fp32 models have each number as three digits in three vectors, which hold all of it.
+
+   Before this stand, as constants: HIDDEN, INTERMEDIATE, the bytes of their tiles and the record's offsets (gemv_cuda.py);
+   device.cuh, tile.cuh and a format's tile_<name>.cuh. */
+enum {
+    FT_ROWS = 16,
+    FT_COLUMNS = 8,
+    FT_THREADS = 32 * FT_WARPS,
+    FT_CHUNKS = FT_BLOCKS * (FT_HEAD + FT_BODY),
+    FT_STAGE = 16 * FT_CHUNKS,
+    FT_CODES = 16 * FT_BLOCKS * FT_BODY,
+    FT_STAGE_K = FT_CODES / FT_ROWS * 8 / FT_BITS,
+    FT_FRAGMENTS = FT_STAGE_K / 32
+};
+
+struct ft_f16 {
+    unsigned short bits;
+};
+struct ft_bf16 {
+    unsigned short bits;
+};
+
+FT_DEVICE float ft_value(ft_f16 x) { return ft_from_f16(x.bits); }
+FT_DEVICE float ft_value(ft_bf16 x) { return ft_float((unsigned int)x.bits << 16); }
+FT_DEVICE float ft_value(float x) { return x; }
+
+/* Two numbers as vectors hold them, and what they are then. */
+FT_DEVICE unsigned int ft_narrow(float low, float high) {
+    return FT_SCALED ? ft_to_f16x2(low, high) : ft_to_bf16x2(low, high);
+}
+FT_DEVICE float ft_widen(unsigned int bits) { return FT_SCALED ? ft_from_f16(bits & 0xFFFFu) : ft_float(bits << 16); }
+
+template <typename X> union ft_eight {
+    uint4 words[sizeof(X) / 2];
+    X items[8];
+};
+
+/* 8 items from k on, of which those past the end are anything. */
+template <typename X, int K> FT_DEVICE void ft_load(const X *x, int k, bool aligned, ft_eight<X> &to) {
+    if (K % 8 == 0 && aligned) {
+#pragma unroll
+        for (int i = 0; i < (int)sizeof(X) / 2; i++) to.words[i] = ((const uint4 *)(x + (k < K ? k : 0)))[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) to.items[i] = x[k + i < K ? k + i : K - 1];
+    }
+}
+
+/* Their values, zeros past the end. */
+template <typename X, int K> FT_DEVICE void ft_values(const ft_eight<X> &from, int k, float *values) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) values[i] = k + i < K ? ft_value(from.items[i]) : 0.0f;
+}
+
+/* Put 8 values from k on where the lanes that multiply them read: 16 bytes for each t of 32 weights. */
+FT_DEVICE void ft_place(unsigned char *vector, int stride, int k, const float *v) {
+    unsigned char *to = vector + k / 32 * stride;
+    if (FT_BITS == 4) { /* line t has 8 weights, codes i and i + 4 are a pair */
+        *(uint4 *)(to + k % 32 * 2) =
+            make_uint4(ft_narrow(v[0], v[4]), ft_narrow(v[1], v[5]), ft_narrow(v[2], v[6]), ft_narrow(v[3], v[7]));
+    } else if (FT_BITS == 8) { /* lines t and t + 4 have 4 weights each */
+        unsigned char *line = to + k % 16 * 4 + k % 32 / 16 * 8;
+        *(uint2 *)line = make_uint2(ft_narrow(v[0], v[1]), ft_narrow(v[2], v[3]));
+        *(uint2 *)(line + 16) = make_uint2(ft_narrow(v[4], v[5]), ft_narrow(v[6], v[7]));
+    } else { /* lines t, t + 4, t + 8 and t + 12 have 2 */
+#pragma unroll
+        for (int t = 0; t < 4; t++) *(unsigned int *)(to + 16 * t + k % 32 / 8 * 4) = ft_narrow(v[2 * t], v[2 * t + 1]);
+    }
+}
+
+/* Digits of 8 values in as many vectors, each 2^-11 (bf16: 2^-8) of the last; what is left goes into the next. */
+template <int DIGITS> FT_DEVICE void ft_place_digits(unsigned char *vector, int stride, int k, float *v) {
+#pragma unroll
+    for (int d = 0; d < DIGITS; d++) {
+        ft_place(vector + 64 * d, stride, k, v);
+        if (d + 1 < DIGITS)
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                v[i] = (v[i] - ft_widen(ft_narrow(v[i], 0.0f))) * (FT_SCALED ? 2048.0f : 256.0f);
+    }
+}
+
+template <int DIGITS> FT_DEVICE float ft_join_digits(const float *sums) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int d = DIGITS - 1; d >= 0; d--) sum = sums[d] + sum * (FT_SCALED ? 1.0f / 2048.0f : 1.0f / 256.0f);
+    return sum;
+}
+
+/* The power of two, as an exponent, that a vector with this largest magnitude counts from. Tiny ones need no more. */
+FT_DEVICE int ft_exponent(float top) {
+    const int exponent = (int)(ft_bits(top) >> 23) - 127;
+    return exponent < -112 + FT_TOP ? -112 + FT_TOP : exponent > 127 ? 127 : exponent;
+}
+
+FT_DEVICE float ft_power(int exponent) { return ft_float((unsigned int)(exponent + 127) << 23); }
+
+/* x * 2^exponent, where that may be no power that fp32 has. */
+FT_DEVICE float ft_times_power(float x, int exponent) {
+    const int half = exponent / 2;
+    return x * ft_power(half) * ft_power(exponent - half);
+}
+
+FT_DEVICE float ft_activate(float gate, float up, float alpha, float limit) {
+    if (FT_ACTIVATION == 0) return gate / (1.0f + expf(-gate)) * up;
+    gate = gate > limit ? limit : gate; /* so written that NaN stays */
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    if (FT_ACTIVATION == 1) return gate / (1.0f + expf(-gate)) * up;
+    return gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f);
+}
+
+struct ft_globals {
+    float first, second;
+    int mode; /* 0 none, 1 multiply, 2 divide */
+};
+
+FT_DEVICE float ft_scale_all(float x, float factor, int mode) {
+    return mode == 0 ? x : mode == 1 ? x * factor : x / factor;
+}
+
+/* A warp's part of the product: stages FT_WARPS apart of TILES tiles of BYTES each, rows of K weights. */
+template <int TILES, int K, int BYTES> struct ft_stages {
+    enum {
+        STAGES = (K + FT_STAGE_K - 1) / FT_STAGE_K,
+        ROUNDS = FT_CHUNKS / 32,
+        REST = FT_CHUNKS % 32,
+        SLOT = TILES * FT_STAGE,
+        RING = FT_DEPTH * SLOT,
+        STEP = 16 * (FT_BLOCKS * (FT_HEAD + FT_PARTS * FT_BODY)) * FT_WARPS / FT_PARTS
+    };
+    static_assert(FT_WARPS % FT_PARTS == 0, "all stages of a warp are the same part of a block");
+
+    const unsigned char *tiles, *ring; /* the tiles that are copied next */
+    ft_address target, target_of_rest; /* of this lane's first chunk of a tile, and of the one beyond whole rounds */
+    int source, source_of_rest, rest;  /* where they come from in a tile; whose the latter is */
+    int stage, slot;                   /* what is copied next, and to which offset in the ring */
+    int n_tiles;                       /* from there on to the last one of this block */
+    int warp, lane;
+
+    /* Where a chunk of a stage is in its tile. */
+    FT_DEVICE int place_in_tile(int stage, int chunk) {
+        if (FT_PARTS == 1) return stage * FT_STAGE + 16 * chunk;
+        const int part = chunk < FT_HEAD ? 0 : stage % FT_PARTS * (16 * FT_BODY);
+        return stage / FT_PARTS * 16 * (FT_HEAD + FT_PARTS * FT_BODY) + 16 * chunk + part;
+    }
+
+    /* Where it is in a slot: codes first, then scales. Halves of lines 2 and 3 of four are exchanged, or lanes that read
+       at once would meet in a bank. */
+    FT_DEVICE int place_in_slot(int chunk) {
+        const int block = chunk / (FT_HEAD + FT_BODY), at = chunk % (FT_HEAD + FT_BODY) - FT_HEAD;
+        const int code = block * FT_BODY + at;
+        return 16 * (at < 0 ? FT_CODES / 16 + FT_HEAD * (block + 1) + at : code ^ (code >> 3 & 1) << 1);
+    }
+
+    __device__ void start(const unsigned char *first, int n, unsigned char *to) {
+        tiles = first;
+        warp = threadIdx.x / 32;
+        lane = threadIdx.x % 32;
+        n_tiles = warp < STAGES ? n : 0;
+        ring = to + warp * RING;
+        slot = 0;
+        const int chunk = 32 * ROUNDS + lane % (REST ? REST : 1);
+        rest = lane / (REST ? REST : 1);
+        target = ft_address_of(ring) + place_in_slot(lane);
+        target_of_rest = ft_address_of(ring) + rest * FT_STAGE + place_in_slot(chunk);
+        rewind();
+    }
+
+    __device__ void rewind() {
+        stage = warp;
+        source = place_in_tile(warp, lane);
+        source_of_rest = place_in_tile(warp, 32 * ROUNDS + lane % (REST ? REST : 1));
+    }
+
+    /* Start to copy the next stage. A group ends here even if there is none. */
+    template <bool ALL> __device__ void copy() {
+        if (n_tiles > 0) {
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+                for (int round = 0; round < ROUNDS; round++) {
+                    /* 32 chunks of codes further on in the tile and in the slot */
+                    const int at = source + 512 * round;
+                    const bool there = (ALL || tile < n_tiles) && (K % FT_STAGE_K == 0 || at < BYTES);
+                    ft_copy16(target + slot + tile * FT_STAGE + 512 * round, tiles + (there ? tile * BYTES + at : 0), there);
+                }
+            if (REST > 0 && rest < TILES) {
+                const bool there = (ALL || rest < n_tiles) && (K % FT_STAGE_K == 0 || source_of_rest < BYTES);
+                ft_copy16(target_of_rest + slot, tiles + (there ? rest * BYTES + source_of_rest : 0), there);
+            }
+        }
+        ft_end_group();
+        stage += FT_WARPS;
+        source += STEP;
+        source_of_rest += STEP;
+        if (stage >= STAGES) {
+            tiles += TILES * BYTES;
+            n_tiles -= TILES;
+            rewind();
+        }
+        slot = slot == RING - SLOT ? 0 : slot + SLOT;
+    }
+
+    /* Multiply all stages of the next TILES tiles with so many vectors. FT_DEPTH - 1 stages are on their way always; `at`
+       is the slot of the first of them. */
+    template <bool ALL>
+    __device__ void multiply(const unsigned char *vectors, int n_vectors, int &at, float (*sum)[4]) {
+        const int g = lane / 4, t = lane % 4, block = 64 * n_vectors;
+        const unsigned char *codes = ring + 64 * t + (8 * g ^ t / 2 * 32), *scales = ring + FT_CODES + 2 * FT_HEAD * g;
+        const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + warp * (FT_FRAGMENTS * block);
+        for (int i = warp; i < STAGES; i += FT_WARPS) {
+            ft_wait_group<FT_DEPTH - 2>();
+            __syncwarp(); /* all lanes have what they copied, and are done with the slot that is copied to next */
+            copy<ALL>();
+            uint4 x[FT_FRAGMENTS];
+#pragma unroll
+            for (int f = 0; f < FT_FRAGMENTS; f++) x[f] = *(const uint4 *)(vector + f * block);
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+                ft_stage(ft_tile{codes + at + tile * FT_STAGE, scales + at + tile * FT_STAGE, t}, x, sum[tile]);
+            vector += FT_WARPS * FT_FRAGMENTS * block;
+            at = at == RING - SLOT ? 0 : at + SLOT;
+        }
+    }
+};
+
+/* Vectors from the rows of x that routes want: route / k, or the routes themselves with k = 1. Twice over x, first for the
+   largest magnitudes; each time many loads are on their way before one is used. */
+template <typename X, int K, int DIGITS> struct ft_rows {
+    enum {
+        ROUNDS = ((K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K + 8 * FT_THREADS - 1) / (8 * FT_THREADS),
+        ROUNDS_AT_ONCE = ROUNDS < 3 ? ROUNDS : 3,
+        COLUMNS_AT_ONCE = sizeof(X) == 2 ? 2 : 1
+    };
+    const X *x;
+    const int *routes;
+    unsigned int k;
+    int n;
+
+    template <typename Use> __device__ void each(Use use) const {
+        const bool aligned = ((unsigned long long)x & 15) == 0;
+        for (int first = 0; first < n; first += COLUMNS_AT_ONCE)
+            for (int round = 0; round < ROUNDS; round += ROUNDS_AT_ONCE) {
+                const int at = 8 * (round * FT_THREADS + (int)threadIdx.x);
+                ft_eight<X> read[COLUMNS_AT_ONCE][ROUNDS_AT_ONCE];
+#pragma unroll
+                for (int c = 0; c < COLUMNS_AT_ONCE; c++)
+                    if (first + c < n) {
+                        const X *row = x + (long long)(routes[first + c] / k) * K;
+#pragma unroll
+                        for (int r = 0; r < ROUNDS_AT_ONCE; r++)
+                            ft_load<X, K>(row, at + 8 * FT_THREADS * r, aligned, read[c][r]);
+                    }
+#pragma unroll
+                for (int c = 0; c < COLUMNS_AT_ONCE; c++)
+                    if (first + c < n) {
+                        float v[ROUNDS_AT_ONCE][8];
+#pragma unroll
+                        for (int r = 0; r < ROUNDS_AT_ONCE; r++)
+                            ft_values<X, K>(read[c][r], at + 8 * FT_THREADS * r, v[r]);
+                        use(first + c, round, at, v);
+                    }
+            }
+    }
+
+    __device__ void prepare(unsigned char *vectors, int *exponents, float (*tops)[FT_WARPS]) const {
+        if (FT_SCALED) {
+            each([&](int c, int round, int at, float (*v)[8]) {
+                float top = 0.0f;
+#pragma unroll
+                for (int r = 0; r < ROUNDS_AT_ONCE; r++)
+#pragma unroll
+                    for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[r][i]));
+#pragma unroll
+                for (int lanes = 16; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
+                float *to = &tops[c][threadIdx.x / 32];
+                if (threadIdx.x % 32 == 0) *to = round ? fmaxf(*to, top) : top;
+            });
+            __syncthreads();
+        }
+        each([&](int c, int round, int at, float (*v)[8]) {
+            float factor = 1.0f;
+            if (FT_SCALED) {
+                float top = tops[c][0];
+#pragma unroll
+                for (int w = 1; w < FT_WARPS; w++) top = fmaxf(top, tops[c][w]);
+                const int exponent = ft_exponent(top);
+                factor = ft_power(FT_TOP - exponent);
+                if (threadIdx.x == 0) exponents[c] = exponent - FT_TOP - FT_WEIGHTS;
+            }
+#pragma unroll
+            for (int r = 0; r < ROUNDS_AT_ONCE; r++) {
+                const int from = at + 8 * FT_THREADS * r;
+                if (from >= (K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K) break;
+#pragma unroll
+                for (int i = 0; i < 8; i++) v[r][i] *= factor;
+                ft_place_digits<DIGITS>(vectors + 64 * DIGITS * c, 64 * DIGITS * n, from, v[r]);
+            }
+        });
+        __syncthreads();
+    }
+};
+
+/* Units that are there. */
+FT_DEVICE int ft_count(const long long *address) {
+    int n = 0;
+    for (int i = 0; i < (int)gridDim.y; i += 32) {
+        const int lane = i + threadIdx.x % 32;
+        n += __popc(__ballot_sync(~0u, lane < (int)gridDim.y && address[lane] != 0));
+    }
+    return n;
+}
+
+/* Block (x, y) has a run of groups of TILES tiles of unit y, the longer the more units there are: with `blocks` blocks the
+   device is busy, and more would only prepare the same vectors again. `columns` vectors fit into shared memory. */
+template <typename X, bool GATE_UP, int TILES, int K, int N, int BYTES>
+FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, float *out, unsigned int k,
+                       long long offset, int columns, int blocks, float alpha, float limit) {
+    typedef ft_stages<TILES, K, BYTES> stages;
+    enum {
+        DIGITS = FT_EXACT ? 3 : 1,
+        HALVES = GATE_UP ? 2 : 1,
+        ROWS = FT_ROWS * TILES / HALVES, /* of a group */
+        TILES_OF_ROWS = (N + FT_ROWS - 1) / FT_ROWS,
+        COUNT = HALVES * TILES_OF_ROWS,
+        GROUPS = (COUNT + TILES - 1) / TILES,
+        ALL = COUNT % TILES == 0
+    };
+    FT_SHARED(shared);
+    __shared__ int routes[FT_COLUMNS], exponents[FT_COLUMNS];
+    __shared__ float tops[FT_COLUMNS][FT_WARPS];
+    if (GATE_UP) ft_let_next_start();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const long long unit = address[blockIdx.y];
+    const int wanted = lane < FT_COLUMNS ? route[blockIdx.y * FT_COLUMNS + lane] : -1;
+    const int run = ft_count(address) * GROUPS / blocks + 1, first = blockIdx.x * run;
+    if (unit == 0 || first >= GROUPS) return;
+    const int n_groups = GROUPS - first < run ? GROUPS - first : run;
+    const unsigned char *record = (const unsigned char *)unit + offset;
+    const unsigned char *tiles = record + (GATE_UP ? FT_GATE_UP : FT_DOWN) + (long long)first * TILES * BYTES;
+    const int n_tiles = n_groups * TILES < COUNT - first * TILES ? n_groups * TILES : COUNT - first * TILES;
+    const ft_globals globals = *(const ft_globals *)(record + (GATE_UP ? FT_GATE_UP_GLOBALS : FT_DOWN_GLOBALS));
+    float *sums = (float *)(shared + FT_WARPS * stages::RING); /* [warp][tile][row][column] */
+    unsigned char *vectors = (unsigned char *)(sums + FT_WARPS * TILES * FT_ROWS * FT_COLUMNS);
+    bool started = false;
+    unsigned int left = __ballot_sync(~0u, wanted >= 0);
+    while (left) {
+        int n = 0; /* routes of this pass */
+        for (; left && n < columns / DIGITS; n++, left &= left - 1) {
+            const int next = __shfl_sync(~0u, wanted, __ffs(left) - 1);
+            if (threadIdx.x == 0) routes[n] = next;
+        }
+        stages part;
+        part.start(tiles, n_tiles, shared);
+#pragma unroll
+        for (int i = 0; i < FT_DEPTH - 1; i++) part.template copy<ALL>();
+        if (!GATE_UP && !started) ft_wait_for_last();
+        started = true;
+        __syncthreads();
+        ft_rows<X, K, DIGITS>{x, routes, k, n}.prepare(vectors, exponents, tops);
+        int slot = 0;
+        for (int group = first; group < first + n_groups; group++) {
+            const int row = threadIdx.x % ROWS, at = group * ROWS + row;
+            float bias[2] = {0.0f, 0.0f}; /* asked for long before it is used */
+            if (FT_HAS_BIAS && at < N)
+#pragma unroll
+                for (int half = 0; half < HALVES; half++)
+                    bias[half] = ((const float *)(record + (GATE_UP ? FT_GATE_UP_BIAS : FT_DOWN_BIAS)))
+                        [half * TILES_OF_ROWS * FT_ROWS + at];
+            float sum[TILES][4];
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) sum[tile][0] = sum[tile][1] = sum[tile][2] = sum[tile][3] = 0.0f;
+            part.template multiply<ALL>(vectors, n * DIGITS, slot, sum);
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+                float *to = sums + ((warp * TILES + tile) * FT_ROWS + lane / 4 * 2) * FT_COLUMNS + lane % 4 * 2;
+                *(float2 *)to = make_float2(sum[tile][0], sum[tile][1]);
+                *(float2 *)(to + FT_COLUMNS) = make_float2(sum[tile][2], sum[tile][3]);
+            }
+            __syncthreads();
+            for (int column = threadIdx.x / ROWS; column < n && at < N; column += FT_THREADS / ROWS) {
+                float value[2] = {0.0f, 0.0f};
+#pragma unroll
+                for (int half = 0; half < HALVES; half++) {
+                    float digits[DIGITS];
+#pragma unroll
+                    for (int d = 0; d < DIGITS; d++) {
+                        const float *from = sums + (half * FT_ROWS + row) * FT_COLUMNS + column * DIGITS + d;
+                        digits[d] = from[0];
+#pragma unroll
+                        for (int w = 1; w < FT_WARPS; w++) digits[d] += from[w * TILES * FT_ROWS * FT_COLUMNS];
+                    }
+                    float whole = ft_join_digits<DIGITS>(digits);
+                    if (FT_SCALED) whole = ft_times_power(whole, exponents[column]);
+                    value[half] = ft_scale_all(whole, half ? globals.second : globals.first, globals.mode) + bias[half];
+                }
+                out[(long long)routes[column] * N + at] =
+                    GATE_UP ? ft_activate(value[0], value[1], alpha, limit) : value[0];
+            }
+            __syncthreads();
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
+gate_up(const FT_X *x, const long long *address, const int *route, float *out, unsigned int k, long long offset,
+        int columns, int blocks, float alpha, float limit) {
+    ft_gemv<FT_X, true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE>(x, address, route, out, k, offset, columns, blocks,
+                                                                       alpha, limit);
+}
+
+extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
+down(const float *h, const long long *address, const int *route, float *out, long long offset, int columns, int blocks) {
+    ft_gemv<float, false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE>(h, address, route, out, 1, offset,
+                                                                                     columns, blocks, 0.0f, 0.0f);
+}

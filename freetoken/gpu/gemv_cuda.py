@@ -1,0 +1,180 @@
+"""Decode: the routes of units on the tensor cores, in CUDA C that is compiled when a layout is first used.
+
+A record is read once for up to 8 routes. gemv.cu says how; tile_<name>.cuh, named by `Format.kernels`, has what is a
+format's own. `gemv.TritonGemv` computes the same in plain fp32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.resources
+from dataclasses import dataclass
+
+import torch
+
+from freetoken.device.cuda import CudaDevice
+from freetoken.errors import UnsupportedError
+from freetoken.executor import Activation
+from freetoken.formats.base import TILE_ROWS, Format
+from freetoken.formats.record import RecordLayout
+from freetoken.gpu.units import COLUMNS, Units
+
+_X = {torch.bfloat16: "ft_bf16", torch.float16: "ft_f16", torch.float32: "float"}
+_ACTIVATIONS = ("silu", "silu_limited", "swiglu_clamped")
+_DIGITS = 3
+"""Vectors that a vector of fp32 is taken apart into."""
+
+_VECTOR_ROOM = 24 << 10
+"""Bytes of shared memory for vectors. Routes that do not fit are multiplied in turn, by weights from the cache."""
+_SUMS = TILE_ROWS * COLUMNS * 4
+"""Bytes of a warp's sums of a tile."""
+_LEAST = "sm_80"
+"""The first architecture that has all instructions of device.cuh."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel shares out its work.
+
+    warps: of a block. depth: stages of a warp's ring. tiles: of down at once. resident: blocks of a multiprocessor.
+    """
+
+    warps: int = 4
+    depth: int = 4
+    tiles: int = 2
+    resident: int = 6
+
+
+DEFAULT = Shape()
+
+
+class CudaGemv:
+    """Both products of one shard's experts for the routes of units. Holds no tensor.
+
+    dtype: that of x. With float32 results are as exact as fp32 sums are; else activations are rounded to 11 bits between
+    the products, to 8 with bf16 weights. Weights are exact always. Raises `DeviceError` where the compiler refuses.
+    """
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        layout: RecordLayout,
+        activation: Activation,
+        dtype: torch.dtype = torch.bfloat16,
+        shape: Shape = DEFAULT,
+    ) -> None:
+        if dtype not in _X:
+            raise TypeError(f"x is to be {dtype}, expected one of {', '.join(map(str, _X))}")
+        if not self.runs_on(device):
+            raise UnsupportedError(
+                f"{device.name} is {device.architecture}, older than {_LEAST}: use TritonGemv",
+                feature="CudaGemv",
+                available=device.architecture,
+            )
+        self.layout, self.dtype = layout, dtype
+        self._shape = shape
+        self._numbers = ctypes.c_float(activation.alpha), ctypes.c_float(activation.limit)
+        self._blocks = ctypes.c_int(device.multiprocessors * shape.resident)
+        self._k = 1  # a guess for `down` of how many routes a unit has; results do not depend on it
+        self._gate_up, self._down = device.compile(_source(layout, activation, dtype, shape), "gate_up", "down")
+
+    @staticmethod
+    def runs_on(device: CudaDevice) -> bool:
+        """Whether a device has all that the kernels use."""
+        return int(device.architecture[3:]) >= int(_LEAST[3:])
+
+    def gate_up(self, x: torch.Tensor, units: Units, k: int, out: torch.Tensor, offset: int = 0) -> None:
+        """Write the hidden values of each route of `units` to its row of `out`, and no other row.
+
+        x: (B, H) of the dtype. k: routes of a token; route r is of token r // k. out: (B * k, I) float32, after biases,
+        globals and activation. offset: bytes from a unit's address to this shard's record.
+        """
+        _check(x, "x", self.layout.hidden, self.dtype)
+        _check(out, "out", self.layout.intermediate, torch.float32)
+        self._k = k
+        columns, shared = self._room(self.layout.hidden, len(x), 2)
+        self._gate_up(
+            x.data_ptr(),
+            units.address.data_ptr(),
+            units.route.data_ptr(),
+            out.data_ptr(),
+            ctypes.c_uint(k),
+            ctypes.c_longlong(offset),
+            ctypes.c_int(columns),
+            self._blocks,
+            *self._numbers,
+            blocks=(self.layout.gate_tiles, len(units.address)),
+            threads=32 * self._shape.warps,
+            shared=shared,
+        )
+
+    def down(self, h: torch.Tensor, units: Units, out: torch.Tensor, offset: int = 0) -> None:
+        """Write the output of each route of `units` to its row of `out`: bias and global applied, unweighted.
+
+        h: (B * k, I) float32, as `gate_up` wrote it. out: (B * k, H) float32. The kernel starts before what comes before it
+        in the stream has ended, and reads records at once, `h` later: `units` and their records are from before that.
+        """
+        _check(h, "h", self.layout.intermediate, torch.float32)
+        _check(out, "out", self.layout.hidden, torch.float32)
+        columns, shared = self._room(self.layout.intermediate, len(h) // self._k, self._shape.tiles)
+        self._down(
+            h.data_ptr(),
+            units.address.data_ptr(),
+            units.route.data_ptr(),
+            out.data_ptr(),
+            ctypes.c_longlong(offset),
+            ctypes.c_int(columns),
+            self._blocks,
+            blocks=(-(-self.layout.down_tiles // self._shape.tiles), len(units.address)),
+            threads=32 * self._shape.warps,
+            shared=shared,
+            early=True,
+        )
+
+    def _room(self, k: int, tokens: int, tiles: int) -> tuple[int, int]:
+        """How many vectors of k values are multiplied at once, and the bytes of shared memory for them and the rings."""
+        width, stage = _stage(self.layout.format)
+        vector = -(-k // width) * width * 2
+        digits = _DIGITS if self.dtype == torch.float32 else 1
+        routes = max(1, min(tokens, COLUMNS // digits, _VECTOR_ROOM // (vector * digits)))
+        return routes * digits, routes * digits * vector + self._shape.warps * tiles * (
+            self._shape.depth * stage + _SUMS
+        )
+
+
+def _stage(fmt: Format) -> tuple[int, int]:
+    """Weights of a row and bytes of a stage, as tile_<name>.cuh has it."""
+    width = 64 if fmt.bits == 4 else 32
+    return width, TILE_ROWS * (width * fmt.bits // 8 + fmt.n_blocks(width) * fmt.scale_bytes)
+
+
+def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, shape: Shape) -> str:
+    """All of the kernels' source, for one layout."""
+    constants = {
+        "HIDDEN": layout.hidden,
+        "INTERMEDIATE": layout.intermediate,
+        "HIDDEN_TILE": layout.format.tile_bytes(layout.hidden),
+        "INTERMEDIATE_TILE": layout.format.tile_bytes(layout.intermediate),
+        "HAS_BIAS": int(layout.bias),
+        "ACTIVATION": _ACTIVATIONS.index(activation.kind),
+        "EXACT": int(dtype == torch.float32),
+        "WARPS": shape.warps,
+        "DEPTH": shape.depth,
+        "TILES": shape.tiles,
+        "RESIDENT": shape.resident,
+        **{name.upper(): offset for name, (offset, _) in layout.sections.items()},
+    }
+    head = "".join(f"enum {{ FT_{name} = {value} }};\n" for name, value in constants.items())
+    folder = importlib.resources.files(__package__)
+    files = "device.cuh", "tile.cuh", f"tile_{layout.format.kernels}.cuh", "gemv.cu"
+    return f"{head}#define FT_X {_X[dtype]}\n" + "".join((folder / name).read_text(encoding="utf-8") for name in files)
+
+
+def _check(tensor: torch.Tensor, name: str, width: int, dtype: torch.dtype) -> None:
+    """Raise ValueError or TypeError unless a tensor is contiguous, (.., width) and of the dtype."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} is {tensor.dtype}, expected {dtype}")
+    if tensor.dim() != 2 or tensor.shape[1] != width or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)} with strides {tensor.stride()}, expected (.., {width}), contiguous"
+        )

@@ -1,0 +1,32 @@
+/* What the formats' stages are given and share. A stage is a piece of a tile in shared memory, FT_BLOCKS blocks of the
+   record or a part of one; a warp multiplies it with up to 8 vectors.
+
+   Of a line, lane 4 g + t reads rows 2 g and 2 g + 1, 8 bytes; of four lines, line t. So these are rows g and g + 8 of a
+   matrix product, and columns are permuted: vectors come in the same order, 64 bytes for each 32 weights, see ft_place. */
+struct ft_tile {
+    const unsigned char *codes;  /* this lane's of the first four lines */
+    const unsigned char *scales; /* those of this lane's rows in the first block */
+    int t;
+};
+
+FT_DEVICE uint2 ft_codes(const ft_tile &tile, int line) { return *(const uint2 *)(tile.codes + 64 * line); }
+
+/* sum += part, whose rows count `low` and `high` times. */
+FT_DEVICE void ft_add(float *sum, const float *part, float low, float high) {
+    sum[0] += part[0] * low;
+    sum[1] += part[1] * low;
+    sum[2] += part[2] * high;
+    sum[3] += part[3] * high;
+}
+
+/* Eight e2m1 codes as fp16 numbers, times 2^-14: pair i is codes i and i + 4. fp16 with e2m1's exponent and mantissa bits
+   from bit 9 on and zeros elsewhere is that, where e2m1 is subnormal, too. First each byte gets the sign and those bits
+   of one code where fp16 has them in its upper byte, and something in between; then a mask takes every other byte. */
+FT_DEVICE void ft_e2m1(unsigned int codes, unsigned int *pairs) {
+    const unsigned int even = ft_choose(0x80808080u, codes << 4, codes << 1);
+    const unsigned int odd = ft_choose(0x80808080u, codes, codes >> 3);
+    pairs[0] = even << 8 & 0x8E008E00u;
+    pairs[1] = odd << 8 & 0x8E008E00u;
+    pairs[2] = even & 0x8E008E00u;
+    pairs[3] = odd & 0x8E008E00u;
+}

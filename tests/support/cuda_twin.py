@@ -1,0 +1,73 @@
+"""A device that compiles CUDA C with the C++ compiler of this machine, and runs it here (`cuda_twin.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.resources
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+COMPILER = shutil.which("g++")
+_LAUNCH = """
+extern "C" void twin_{name}(void **at, const int *grid, int threads, int shared) {{
+    ft_launch({name}, at, grid, threads, shared);
+}}
+"""
+
+
+class TwinDevice:
+    """What `CudaGemv` needs of a `CudaDevice`. folder: where compiled kernels go."""
+
+    name = "a twin"
+    architecture = "sm_80"
+    multiprocessors = 2
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def compile(self, source: str, *names: str) -> list[TwinKernel]:
+        hardware = (importlib.resources.files("freetoken.gpu") / "device.cuh").read_text(encoding="utf-8")
+        assert hardware in source
+        text = source.replace(hardware, f'#include "{Path(__file__).with_suffix(".h")}"\n')
+        text += "".join(_LAUNCH.format(name=name) for name in names)
+        place = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+        library = place.with_suffix(".so")
+        if not library.exists():
+            place.with_suffix(".cpp").write_text(text)
+            command = [
+                COMPILER,
+                "-std=c++20",
+                "-O2",
+                "-w",
+                "-shared",
+                "-fPIC",
+                place.with_suffix(".cpp"),
+                "-o",
+                library,
+            ]
+            subprocess.run(command, check=True)
+        loaded = ctypes.CDLL(str(library))
+        return [TwinKernel(loaded[f"twin_{name}"]) for name in names]
+
+
+class TwinKernel:
+    """A kernel, called as `driver.Kernel` is."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(
+        self,
+        *arguments: Any,
+        blocks: int | tuple[int, ...] = 1,
+        threads: int = 1,
+        shared: int = 0,
+        early: bool = False,
+    ) -> None:
+        values = [ctypes.c_void_p(value) if isinstance(value, int) else value for value in arguments]
+        at = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        x, y = (*((blocks,) if isinstance(blocks, int) else blocks), 1)[:2]
+        self._function(at, (ctypes.c_int * 2)(x, y), threads, shared)

@@ -190,7 +190,8 @@ class CudaLane:
     def after(self, moment: torch.cuda.Event) -> None:
         """See `Lane`."""
         with self._device.entered("after"):
-            self.stream.wait_event(moment)
+            if not torch.cuda.is_current_stream_capturing():  # who launches a graph sees to what comes before it
+                self.stream.wait_event(moment)
 
 
 class CudaDevice:

@@ -76,7 +76,8 @@ class SlottedExperts:
         # several look-ups fetch what they need; streaming fetches all, once
         if few and tokens <= few * (1 if self.resident else max(1, self._shapes[number].n_experts // (2 * k * few))):
             parts = [slice(start, start + few) for start in range(0, tokens, few)]
-            return torch.cat([self._few(number, x[part], ids[part], weights[part]) for part in parts])
+            found = [self._few(number, x[part], ids[part], weights[part]) for part in parts]
+            return found[0] if len(found) == 1 else torch.cat(found)
         kernels = self._kernels[number]
         if self.streamer is None:
             return kernels.many(x, ids, weights, [self._resident_table(number)])

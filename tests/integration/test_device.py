@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 from numpy.typing import NDArray
 
 import freetoken
@@ -33,14 +34,20 @@ from freetoken.memory.placement import Placement
 from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.layer import DeviceLayer
 
-pytest.importorskip("triton")
 STRATEGIES = ("cpu", "offload", "resident")
+
+
+def simulated(kind: type[SimulatedDevice] = SimulatedDevice, **how: Any) -> SimulatedDevice:
+    """A device on ordinary memory, where kernels for that were chosen (tests/conftest.py)."""
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("Triton compiles for the GPU here")
+    return kind(5, **how)
 
 
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     if request.param == "simulated":
-        yield SimulatedDevice(5)
+        yield simulated()
         return
     found = open_device("cuda")
     assert found is not None
@@ -140,7 +147,7 @@ class Refusing(SimulatedDevice):
 def test_layers_that_cannot_be_pinned(tiny: Path, model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """They are computed on the host, beside others that are not, and it is said once."""
     with caplog.at_level(logging.WARNING):
-        other = loaded(tiny, Refusing(6), "offload", 0.5)
+        other = loaded(tiny, simulated(Refusing), "offload", 0.5)
     assert "computed on the CPU" in caplog.text and len(caplog.records) == 1
     for n in (1, 12, 2):
         ids = torch.arange(n)[None]
@@ -152,7 +159,7 @@ def test_layers_that_cannot_be_pinned(tiny: Path, model: Any, caplog: pytest.Log
 
 def test_before_anything_is_pinned(tiny: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("freetoken.offload.pinning.Pinner.start", lambda self: None)
-    other, _ = freetoken.load(tiny, device=SimulatedDevice(), strategy="offload", cache=0.5, dtype=torch.float32)
+    other, _ = freetoken.load(tiny, device=simulated(), strategy="offload", cache=0.5, dtype=torch.float32)
     ids = torch.arange(5)[None]
     check_same(logits(other, ids), logits(model, ids))
     pinner = experts_of(other)._pinner
@@ -185,20 +192,20 @@ def test_refused_before_anything_is_allocated(
     monkeypatch.setattr("freetoken.integration.transformers._load_dense", never)
     if words is None:  # as much as all experts take is enough
         monkeypatch.undo()
-        assert loaded(tiny, SimulatedDevice(), strategy, cache) is not None
+        assert loaded(tiny, simulated(), strategy, cache) is not None
         return
     with pytest.raises(error, match=words):
-        freetoken.load(tiny, device=SimulatedDevice(), strategy=strategy, cache=cache)
+        freetoken.load(tiny, device=simulated(), strategy=strategy, cache=cache)
 
 
 def test_a_device_that_is_too_small(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("freetoken.integration.transformers._load_dense", lambda *_: pytest.fail("loaded"))
     with pytest.raises(CapacityError, match="the dense part needs"):
-        freetoken.load(tiny, device=SimulatedDevice(memory_bytes=1000))
+        freetoken.load(tiny, device=simulated(memory_bytes=1000))
     monkeypatch.setenv("FREETOKEN_GPU_RESERVE", "64")
     for strategy in ("resident", "offload"):
         with pytest.raises(CapacityError, match=r"can be had|smallest"):
-            freetoken.load(tiny, device=SimulatedDevice(memory_bytes=64 << 20), strategy=strategy)
+            freetoken.load(tiny, device=simulated(memory_bytes=64 << 20), strategy=strategy)
 
 
 def test_words_without_a_device(tiny: Path) -> None:
@@ -213,11 +220,11 @@ def test_words_without_a_device(tiny: Path) -> None:
 
 
 def test_what_fits_is_resident(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = freetoken.load(tiny, device=SimulatedDevice())
+    whole, _ = freetoken.load(tiny, device=simulated())
     assert experts_of(whole).strategy == "resident"
     needed = freetoken.report(freetoken.load(tiny)[0]).bank_bytes
     dense = sum(p.nbytes for p in whole.parameters())
-    part, _ = freetoken.load(tiny, device=SimulatedDevice(memory_bytes=needed + dense - 1))
+    part, _ = freetoken.load(tiny, device=simulated(memory_bytes=needed + dense - 1))
     assert experts_of(part).strategy == "offload"
     assert settings.GPU_RESERVE.read() == 0
 
@@ -234,7 +241,7 @@ def test_a_deleted_model_gives_everything_back(tiny: Path) -> None:
             finally:
                 registered.remove(memory.ctypes.data)
 
-    other = loaded(tiny, Counting(), "offload", 0.5)
+    other = loaded(tiny, simulated(Counting), "offload", 0.5)
     logits(other, torch.arange(3)[None])
     assert registered
     records = [weakref.ref(layer.bound.bank) for layer in experts_of(other).layers if layer.bound is not None]
@@ -253,7 +260,7 @@ def test_resident_drops_the_hosts_copy(tiny: Path, monkeypatch: pytest.MonkeyPat
         return bank
 
     monkeypatch.setattr("freetoken.integration.transformers._make_bank", remember)
-    other = loaded(tiny, SimulatedDevice(), "resident")
+    other = loaded(tiny, simulated(), "resident")
     gc.collect()
     assert banks and not any(ref() for ref in banks)
     logits(other, torch.arange(3)[None])
@@ -261,7 +268,7 @@ def test_resident_drops_the_hosts_copy(tiny: Path, monkeypatch: pytest.MonkeyPat
 
 def test_an_error_in_a_step_leaves_the_model_usable(tiny: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of streaming, and in the middle of a few tokens."""
-    other = loaded(tiny, SimulatedDevice(7), "offload", 0.5)
+    other = loaded(tiny, simulated(), "offload", 0.5)
     kernels: Any = experts_of(other)._slotted
     for n, name in ((12, "many"), (1, "few")):
         ids = torch.arange(n)[None] % 60
@@ -286,13 +293,13 @@ def test_an_error_in_a_step_leaves_the_model_usable(tiny: Path, model: Any, monk
 
 
 def test_what_is_refused_afterwards(tiny: Path) -> None:
-    other = loaded(tiny, SimulatedDevice(), "offload", 0.5)
+    other = loaded(tiny, simulated(), "offload", 0.5)
     ids = torch.arange(3)[None]
     for refuse in (copy.deepcopy, pickle.dumps):
         with pytest.raises(UnsupportedError, match="cannot be copied"):
             refuse(other)
     with pytest.raises(ConfigError, match="a model once"):
-        place(other, SimulatedDevice())
+        place(other, simulated())
     assert not other.hf_quantizer.is_compileable
     pid = os.fork()
     if pid == 0:
@@ -312,7 +319,7 @@ def test_what_is_refused_afterwards(tiny: Path) -> None:
 
 def test_steps_keep_banks_from_being_pinned(tiny: Path) -> None:
     """A step is from the first layer to the last."""
-    other = loaded(tiny, SimulatedDevice(), "offload", 0.5)
+    other = loaded(tiny, simulated(), "offload", 0.5)
     experts = experts_of(other)
     pinner = experts._pinner
     assert pinner is not None

@@ -135,6 +135,11 @@ class Table:
         self._torn = False
 
 
+def cache_argument(model: Any) -> str:
+    """What this version of transformers calls the cache that a forward pass takes and returns."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
 class Decoder:
     """Greedy decoding in transformers' own forward; nothing of a step waits for the device, nor it for the host.
 
@@ -145,8 +150,7 @@ class Decoder:
 
     def __init__(self, model: Any, batch: int, length: int, device: torch.device) -> None:
         self.model, self.batch, self.device = model, batch, device
-        parameters = inspect.signature(type(model).forward).parameters
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_name = cache_argument(model)
         self.is_static = bool(getattr(model, "_can_compile_fullgraph", False))
         kinds = getattr(model.config, "layer_types", None) or ()
         self._window = model.config.sliding_window if self.is_static and "sliding_attention" in kinds else None

@@ -38,6 +38,7 @@ from freetoken import formats
 from freetoken.errors import FreeTokenError, UnsupportedError
 from freetoken.integration.device import place
 from freetoken.integration.operator import layer_of
+from freetoken.offload.pinning import REFUSED
 from freetoken.units import format_bytes
 
 BLOCK = 8
@@ -99,7 +100,7 @@ def put_on(model: Any, device: torch.device, strategy: str, cache: Any) -> None:
     place(model, device=str(device), strategy=strategy, cache="auto" if cache is None else cache)
     experts = next(filter(None, map(layer_of, model.modules()))).experts
     pinned = experts.wait_until_pinned()
-    if pinned is not None and pinned.refused_layers:
+    if pinned is not None and pinned.layers(REFUSED):
         print(f"{strategy}: {pinned}", file=sys.stderr, flush=True)
 
 

@@ -17,6 +17,7 @@ from freetoken import settings
 from freetoken.banks import LayerBank
 from freetoken.device.base import Device
 from freetoken.errors import ConfigError, DeviceError, FreeTokenError
+from freetoken.topology import format_cpu_list
 from freetoken.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -27,22 +28,27 @@ WAITING, PINNED, REFUSED, RELEASED = "waiting", "pinned", "refused", "released"
 
 @dataclass(frozen=True)
 class Pinned:
-    """What of the banks a device reaches. refused: why the first layer that was refused was."""
+    """What of the banks a device reaches. states, sizes: of each layer, in bytes. why: the first refusal's words."""
 
-    layers: int
-    nbytes: int
-    waiting_layers: int
-    refused_layers: int
-    refused_bytes: int
-    refused: str
+    states: tuple[str, ...]
+    sizes: tuple[int, ...]
+    why: str = ""
+
+    def layers(self, state: str = PINNED) -> tuple[int, ...]:
+        """The layers in a state."""
+        return tuple(layer for layer, found in enumerate(self.states) if found == state)
+
+    def nbytes(self, state: str = PINNED) -> int:
+        """The bytes of their banks."""
+        return sum(self.sizes[layer] for layer in self.layers(state))
 
     def __str__(self) -> str:
-        text = f"{self.layers} layers pinned, {format_bytes(self.nbytes)}"
-        if self.waiting_layers:
-            text += f"; {self.waiting_layers} not yet"
-        if self.refused_layers:
-            text += f"; {self.refused_layers} refused, {format_bytes(self.refused_bytes)} ({self.refused})"
-        return text
+        parts = [
+            f"layers {format_cpu_list(self.layers(state))} {state}, {format_bytes(self.nbytes(state))}"
+            for state in (PINNED, WAITING, REFUSED, RELEASED)
+            if self.layers(state)
+        ]
+        return "; ".join(parts) + (f" ({self.why})" if self.why else "")
 
 
 class Pinner:
@@ -90,19 +96,7 @@ class Pinner:
     @property
     def status(self) -> Pinned:
         """Of all layers, now."""
-        states = list(self._states)
-
-        def nbytes(state: str) -> int:
-            return sum(bank.nbytes for bank, now in zip(self._banks, states, strict=True) if now is state)
-
-        return Pinned(
-            states.count(PINNED),
-            nbytes(PINNED),
-            states.count(WAITING),
-            states.count(REFUSED),
-            nbytes(REFUSED),
-            self._why,
-        )
+        return Pinned(tuple(self._states), tuple(bank.nbytes for bank in self._banks), self._why)
 
     # -- the thread
 
@@ -124,8 +118,8 @@ class Pinner:
                 self._register(layer, bank)
             total += bank.nbytes if self._states[layer] is PINNED else 0
         status = self.status
-        if status.refused_layers:
-            logger.warning("%s: layers that are not pinned are computed on the CPU", status)
+        if status.layers(REFUSED):
+            logger.warning("%s: layers that are refused are computed on the CPU", status)
         else:
             logger.info("%s", status)
 

@@ -11,6 +11,8 @@ import gc
 import logging
 import os
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +35,7 @@ from freetoken.integration.operator import layer_of
 from freetoken.memory.placement import Placement
 from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.layer import DeviceLayer
+from freetoken.offload.pinning import REFUSED
 
 STRATEGIES = ("cpu", "offload", "resident")
 
@@ -102,7 +105,7 @@ def test_the_same_logits(tiny: Path, model: Any, device: Device, strategy: str, 
     assert strategy in str(facts)
     if strategy == "offload":
         assert facts.device.streamed_bytes > 0 and facts.device.pinned is not None
-        assert facts.device.pinned.refused_layers == 0
+        assert facts.device.pinned.layers(REFUSED) == ()
         assert facts.hit_rate is not None and 0 <= facts.hit_rate < 1
         assert facts.fetched_bytes_per_token is not None and facts.fetched_bytes_per_token > 0
     if strategy == "resident":
@@ -153,7 +156,7 @@ def test_layers_that_cannot_be_pinned(tiny: Path, model: Any, caplog: pytest.Log
         ids = torch.arange(n)[None]
         check_same(logits(other, ids), logits(model, ids))
     usage = experts_of(other).usage()
-    assert usage.pinned is not None and (usage.pinned.layers, usage.host_threads > 0) == (1, True)
+    assert usage.pinned is not None and (usage.pinned.layers(), usage.host_threads > 0) == ((0,), True)
     assert "refused" in str(freetoken.report(other))
 
 
@@ -248,6 +251,33 @@ def test_a_deleted_model_gives_everything_back(tiny: Path) -> None:
     del other
     gc.collect()
     assert not registered and not any(ref() for ref in records)
+
+
+EXIT = """
+import contextlib, os, sys
+from freetoken.device.simulated import SimulatedDevice
+import freetoken
+
+class Telling(SimulatedDevice):
+    @contextlib.contextmanager
+    def register(self, memory):
+        try:
+            yield
+        finally:
+            print("given back", flush=True)
+
+from freetoken.integration.operator import layer_of
+model, _ = freetoken.load(sys.argv[1], device=Telling(), strategy="offload", cache=0.5)
+layers = [layer for layer in map(layer_of, model.modules()) if layer is not None]
+print(layers[0].experts.wait_until_pinned(), flush=True)
+"""
+
+
+def test_the_end_of_a_process_gives_everything_back(tiny: Path) -> None:
+    simulated()
+    done = subprocess.run([sys.executable, "-c", EXIT, tiny], capture_output=True, text=True, timeout=100, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("layers 0-1 pinned") and lines[1:] == ["given back"] * 2
 
 
 def test_resident_drops_the_hosts_copy(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from freetoken.banks import Bank, LayerBank, ShardedBank
 from freetoken.device.simulated import SimulatedDevice
 from freetoken.errors import ConfigError, DeviceError
 from freetoken.formats.record import RecordLayout, shard_bounds
-from freetoken.offload.pinning import Pinner
+from freetoken.offload.pinning import REFUSED, WAITING, Pinner
 
 LAYOUT = RecordLayout(formats.get("q8_0"), 64, 96)
 
@@ -63,7 +63,7 @@ def test_all_layers_in_their_order_and_given_back() -> None:
     pinner = Pinner(device, made, on_pinned=lambda layer: told.append((layer, pinner.is_pinned(layer))))
     pinner.start()
     status = pinner.wait()
-    assert (status.layers, status.nbytes) == (5, sum(bank.nbytes for bank in made))
+    assert (status.layers(), status.nbytes()) == ((0, 1, 2, 3, 4), sum(bank.nbytes for bank in made))
     assert device.registered == [address(bank) for bank in made]
     assert told == [(layer, False) for layer in range(5)]
     pinner.release(2)
@@ -81,9 +81,11 @@ def test_a_refused_layer_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
         pinner.start()
         status = pinner.wait()
     assert [pinner.is_pinned(i) for i in range(4)] == [True, False, False, True]
-    assert status.refused_layers == 2 and status.refused_bytes == 2 * made[0].nbytes
+    assert status.layers(REFUSED) == (1, 2) and status.nbytes(REFUSED) == 2 * made[0].nbytes
     assert len(caplog.records) == 1, "one warning"
-    assert "2 layers pinned" in caplog.text and "2 refused" in caplog.text and "cannot be registered: no" in caplog.text
+    size = f"{2 * made[0].nbytes / 1024:.1f} KiB"
+    assert f"layers 0,3 pinned, {size}; layers 1-2 refused, {size} (" in str(status)
+    assert str(status) in caplog.text and "cannot be registered: no" in caplog.text
     pinner.close()
 
 
@@ -102,13 +104,13 @@ def test_a_limit_passes_over_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) 
     pinner = Pinner(device, made, limit_bytes=made[0].nbytes + made[2].nbytes)
     pinner.run()
     assert [pinner.is_pinned(i) for i in range(3)] == [True, False, True]
-    assert "FREETOKEN_PIN_LIMIT" in pinner.status.refused
+    assert "FREETOKEN_PIN_LIMIT" in pinner.status.why
     with pytest.raises(ConfigError, match="limit_bytes"):
         Pinner(device, made, limit_bytes=-1)
     monkeypatch.setenv("FREETOKEN_PIN_LIMIT", "0")
     none = Pinner(device, made)
     none.run()
-    assert none.status.layers == 0 and none.status.refused_layers == 3
+    assert none.status.layers() == () and none.status.layers(REFUSED) == (0, 1, 2)
 
 
 def test_never_during_a_step_and_every_gap_is_used() -> None:
@@ -122,14 +124,14 @@ def test_never_during_a_step_and_every_gap_is_used() -> None:
         time.sleep(0.02)
         assert device.begun == 0
         device.in_step = False
-    while pinner.status.waiting_layers and steps < 10_000:
+    while pinner.status.layers(WAITING) and steps < 10_000:
         with pinner.step(), pinner.step():
             device.in_step = True
             time.sleep(1e-4)
             device.in_step = False
         steps += 1
     assert not device.seen_in_step
-    assert pinner.wait().layers == 6
+    assert len(pinner.wait().layers()) == 6
     pinner.close()
 
 
@@ -149,4 +151,4 @@ def test_a_closed_one_waits_for_no_step() -> None:
     with pinner.step():
         pinner.start()
         pinner.close()
-    assert pinner.status.layers == 0
+    assert pinner.status.layers() == ()

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from freetoken.executor import Activation
 from freetoken.formats.record import RecordLayout
-from freetoken.gpu.tiles import activate, check, constants, load_bias, load_dwords, load_factor, load_scales
+from freetoken.gpu.tiles import activate, check, constants, load_bias, load_dwords, load_factor, load_scales, spread_scales
 from freetoken.gpu import units
 from freetoken.gpu.units import Units
 
@@ -70,19 +70,25 @@ def row_sums(
     """(16,) float32: the rows of a tile times the vector at x."""
     lane = tl.arange(0, 16)
     tiles = tile + tl.zeros((16,), tl.int32)
-    sums = tl.zeros((16, LINE_STEP), tl.float32)
+    tl.static_assert(LINE_STEP % BLOCK_LINES == 0 or BLOCK_LINES % LINE_STEP == 0)
+    sums = tl.zeros((LINE_STEP, 16), tl.float32)
     for step in range((LINES + LINE_STEP - 1) // LINE_STEP):
         line = step * LINE_STEP + tl.arange(0, LINE_STEP)
-        there = (line < LINES)[None, :] & (lane >= 0)[:, None]
+        rows = (lane >= 0)[None, :]
+        there = (line < LINES)[:, None] & rows
         dwords = load_dwords(matrix, tiles, lane, line, there, BLOCK_LINES, SCALE_BYTES, TILE)
-        part = tl.zeros((16, LINE_STEP), tl.float32)
+        part = tl.zeros((LINE_STEP, 16), tl.float32)
         for i in tl.static_range(POSITIONS):
             values = tl.load(x + line * POSITIONS + i, mask=line < LINES, other=0.0).to(tl.float32)
-            part += DECODE(dwords, i) * values[None, :]
+            part += DECODE(dwords, i) * values[:, None]
         if SCALE_BYTES > 0:
-            part *= SCALE(load_scales(matrix, tiles, lane, line, there, BLOCK_LINES, SCALE_BYTES, TILE))
+            blocks: tl.constexpr = max(LINE_STEP // BLOCK_LINES, 1)
+            block = step * LINE_STEP // BLOCK_LINES + tl.arange(0, blocks)
+            here = (block * BLOCK_LINES < LINES)[:, None] & rows
+            bits = load_scales(matrix, tiles, lane, block, here, BLOCK_LINES, SCALE_BYTES, TILE)
+            part *= spread_scales(SCALE(bits), LINE_STEP // blocks)
         sums += part
-    return tl.sum(sums, 1)
+    return tl.sum(sums, 0)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Prefill: all routes of an expert in one product, from its record, on the tensor cores.
 
-    spread    x, a copy in the order of K in which tiles are decoded, in the type that is multiplied
+    spread    a copy of x in the order of K in which tiles are decoded, in the type that is multiplied
     schedule  which routes of which expert each program has
     gate_up   weights (rows) times routes (columns), biases, globals, activation
     down      the same, then each route's row goes to its own place
@@ -31,9 +31,10 @@ from freetoken.gpu.tiles import (
     load_scales,
     multiply_add,
     narrow,
+    spread_scales,
 )
 
-_SPREAD_LINES = 128
+_SPREAD = 1024
 
 
 class GroupedProduct:
@@ -104,17 +105,18 @@ class GroupedProduct:
             return
         multiplied = torch.bfloat16 if source.dtype == torch.bfloat16 else torch.float32
         shape = choose_shape(source.dtype, routes / experts)
-        lines = triton.cdiv(how["LINES"], shape["LINE_STEP"]) * shape["LINE_STEP"]
-        spread_source = source.new_empty((how["POSITIONS"], len(source), lines), dtype=multiplied)
-        step = spread_source.stride(0)
-        grid = (len(source), triton.cdiv(lines, _SPREAD_LINES))
-        spread[grid](source, spread_source, step, lines, how["LINES"], how["POSITIONS"], _SPREAD_LINES, num_warps=1)
+        step, positions = shape["LINE_STEP"], how["POSITIONS"]
+        steps = triton.cdiv(how["LINES"], step)
+        width = steps * step * positions
+        in_order = source.new_empty((len(source), width), dtype=multiplied)
+        grid = (len(source), triton.cdiv(width, _SPREAD))
+        spread[grid](source, in_order, how["LINES"], steps, positions, step, _SPREAD)
         work = starts.new_empty((routes // shape["COLUMNS"] + min(experts, routes), 3))
         pieces = triton.next_power_of_2(experts)
         schedule[(triton.cdiv(len(work), 64),)](starts, work, experts, len(work), pieces, shape["COLUMNS"], 64)
         rows = shape["ROWS"] // (2 if kernel is gate_up else 1)
         programs = (triton.cdiv(how["N"], rows) * len(work),)
-        kernel[programs](spread_source, step, lines, order, work, address, out, offset, k, **how, **shape)
+        kernel[programs](in_order, width, order, work, address, out, offset, k, **how, **shape)
 
 
 def sort_routes(ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,16 +151,15 @@ def choose_shape(dtype: torch.dtype, per_expert: float) -> dict[str, Any]:
 
 
 @triton.jit
-def spread(x, out, step, lines, LINES, POSITIONS: tl.constexpr, WIDTH: tl.constexpr):
-    """out[i, t, line] = x[t, line * POSITIONS + i], and 0 from LINES on."""
+def spread(x, out, LINES, STEPS, POSITIONS: tl.constexpr, LINE_STEP: tl.constexpr, WIDTH: tl.constexpr):
+    """out[t, step, i, line] = x[t, step, line, i], with 0 for lines from LINES on."""
     row = tl.program_id(0).to(tl.int64)
-    line = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    x += row * (LINES * POSITIONS)
-    out += row * lines
-    for i in tl.static_range(POSITIONS):
-        values = tl.load(x + line * POSITIONS + i, mask=line < LINES, other=0.0).to(tl.float32)
-        tl.store(out + line, narrow(values, out.dtype.element_ty), mask=line < lines)
-        out += step
+    to = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    i = to // LINE_STEP % POSITIONS
+    line = to // (LINE_STEP * POSITIONS) * LINE_STEP + to % LINE_STEP
+    values = tl.load(x + row * (LINES * POSITIONS) + line * POSITIONS + i, mask=line < LINES, other=0.0)
+    width = STEPS * (LINE_STEP * POSITIONS)
+    tl.store(out + row * width + to, narrow(values.to(tl.float32), out.dtype.element_ty), mask=to < width)
 
 
 @triton.jit
@@ -181,13 +182,41 @@ def schedule(starts, work, experts, size, EXPERTS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
+def stack(a, b):
+    """(2 L, N): a (L, N), then b."""
+    return tl.join(a, b).permute(2, 0, 1).reshape(2 * a.shape[0], a.shape[1])
+
+
+@triton.jit
+def decode_two(dwords, scales, i: tl.constexpr, dtype: tl.constexpr, DECODE: tl.constexpr):
+    """(2 L, N): weights i of all dwords, then weights i + 1."""
+    return stack(narrow(DECODE(dwords, i) * scales, dtype), narrow(DECODE(dwords, i + 1) * scales, dtype))
+
+
+@triton.jit
+def decode_four(dwords, scales, i: tl.constexpr, dtype: tl.constexpr, DECODE: tl.constexpr):
+    """(4 L, N): weights i to i + 3."""
+    return stack(decode_two(dwords, scales, i, dtype, DECODE), decode_two(dwords, scales, i + 2, dtype, DECODE))
+
+
+@triton.jit
+def decode_all(dwords, scales, dtype: tl.constexpr, DECODE: tl.constexpr, POSITIONS: tl.constexpr):
+    """(POSITIONS * L, N): weight 0 of all dwords (L, N), then weight 1, and so on, times the scales of their dwords."""
+    if POSITIONS == 2:
+        return decode_two(dwords, scales, 0, dtype, DECODE)
+    elif POSITIONS == 4:
+        return decode_four(dwords, scales, 0, dtype, DECODE)
+    else:
+        return stack(decode_four(dwords, scales, 0, dtype, DECODE), decode_four(dwords, scales, 4, dtype, DECODE))
+
+
+@triton.jit
 def products(
     matrix,
     tile,
     lane,
-    row_there,
+    there,
     x,
-    step,
     column_there,
     DECODE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -202,39 +231,38 @@ def products(
     LINE_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(ROWS, COLUMNS) float32: rows `lane` of tiles `tile` times the columns that start at x (COLUMNS,)."""
+    """(ROWS, COLUMNS) float32: rows `lane` of tiles `tile`, where they are there, times the columns that start at x (COLUMNS,)."""
     tl.static_assert(FOLDED or BLOCK_LINES % LINE_STEP == 0, "a step must lie within a block whose sum is scaled")
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for at in range(0, LINES, LINE_STEP):
+        k = at * POSITIONS + tl.arange(0, LINE_STEP * POSITIONS)
+        columns = tl.load(x[None, :] + k[:, None], mask=column_there[None, :], other=0.0)
         line = at + tl.arange(0, LINE_STEP)
-        there = row_there[:, None] & (line < LINES)[None, :]
-        dwords = load_dwords(matrix, tile, lane, line, there, BLOCK_LINES, SCALE_BYTES, TILE)
-        if FOLDED and SCALE_BYTES > 0:
-            scales = SCALE(load_scales(matrix, tile, lane, line, there, BLOCK_LINES, SCALE_BYTES, TILE))
-        part = sums if FOLDED else tl.zeros((ROWS, COLUMNS), tl.float32)
-        values = x[None, :] + line[:, None]
-        for i in tl.static_range(POSITIONS):
-            weights = DECODE(dwords, i)
-            if FOLDED and SCALE_BYTES > 0:
-                weights *= scales
-            columns = tl.load(values, mask=column_there[None, :], other=0.0)
-            part = multiply_add(narrow(weights, columns.dtype), columns, part, PRECISION)
-            values += step
-        if FOLDED:
-            sums = part
+        dwords = load_dwords(
+            matrix, tile, lane, line, (line < LINES)[:, None] & there[None, :], BLOCK_LINES, SCALE_BYTES, TILE
+        )
+        if SCALE_BYTES == 0:
+            weights = decode_all(dwords, 1.0, columns.dtype, DECODE, POSITIONS)
+            sums = multiply_add(tl.trans(weights), columns, sums, PRECISION)
+        elif FOLDED:
+            block = at // BLOCK_LINES + tl.arange(0, LINE_STEP // BLOCK_LINES)
+            here = (block < LINES // BLOCK_LINES)[:, None] & there[None, :]
+            bits = load_scales(matrix, tile, lane, block, here, BLOCK_LINES, SCALE_BYTES, TILE)
+            weights = decode_all(dwords, spread_scales(SCALE(bits), BLOCK_LINES), columns.dtype, DECODE, POSITIONS)
+            sums = multiply_add(tl.trans(weights), columns, sums, PRECISION)
         else:
-            first = at + tl.zeros((1,), tl.int32)
-            sums += part * SCALE(
-                load_scales(matrix, tile, lane, first, row_there[:, None], BLOCK_LINES, SCALE_BYTES, TILE)
-            )
+            weights = decode_all(dwords, 1.0, columns.dtype, DECODE, POSITIONS)
+            part = multiply_add(tl.trans(weights), columns, tl.zeros((ROWS, COLUMNS), tl.float32), PRECISION)
+            block = at // BLOCK_LINES + tl.zeros((1,), tl.int32)
+            bits = load_scales(matrix, tile, lane, block, there[None, :], BLOCK_LINES, SCALE_BYTES, TILE)
+            sums += part * tl.trans(SCALE(bits))
     return sums
 
 
 @triton.jit
 def gate_up(
     x,
-    step,
-    lines,
+    width,
     order,
     work,
     address,
@@ -273,19 +301,18 @@ def gate_up(
     if record == 0:
         return
     record = tl.multiple_of(record + offset, 64)
-    start = tl.program_id(0) % blocks * half
     position = tl.load(piece + 1) + tl.arange(0, COLUMNS).to(tl.int64)
     live = position < tl.load(piece + 2)
     token = tl.load(order + position, mask=live, other=0).to(tl.int64) // k
+    start = tl.program_id(0) % blocks * half
     within = tl.arange(0, ROWS)
-    row = start + within % half
+    tile = start // 16 + within // 16 % (half // 16)
     sums = products(
         (record + MATRIX).to(tl.pointer_type(tl.int32)),
-        row // 16 * 2 + within // half,
-        row % 16,
-        row < N,
-        x + token * lines,
-        step,
+        2 * tile + within // 16 // (half // 16),
+        within % 16,
+        tile < (N + 15) // 16,
+        x + token * width,
         live,
         DECODE,
         SCALE,
@@ -311,8 +338,7 @@ def gate_up(
 @triton.jit
 def down(
     h,
-    step,
-    lines,
+    width,
     order,
     work,
     address,
@@ -354,9 +380,8 @@ def down(
         (record + MATRIX).to(tl.pointer_type(tl.int32)),
         row // 16,
         row % 16,
-        row < N,
-        h + position * lines,
-        step,
+        row // 16 < (N + 15) // 16,
+        h + position * width,
         live,
         DECODE,
         SCALE,

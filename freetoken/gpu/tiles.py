@@ -53,27 +53,35 @@ def check(tensor: torch.Tensor, name: str, width: int, dtype: torch.dtype | None
 def load_dwords(
     matrix, tile, lane, line, there, BLOCK_LINES: tl.constexpr, SCALE_BYTES: tl.constexpr, TILE: tl.constexpr
 ):
-    """(N, L) int32: dword `line` (L,) of row `lane` (N,) of `tile` (N,); 0 where `there` (N, L) says no."""
+    """(L, N) int32: dword `line` (L,) of row `lane` (N,) of `tile` (N,); 0 where `there` (L, N) says no."""
     head: tl.constexpr = 4 * SCALE_BYTES
     at = line // BLOCK_LINES * (head + 16 * BLOCK_LINES) + head + line % BLOCK_LINES * 16
     row = tile.to(tl.int64) * TILE + lane
-    return tl.load(matrix + row[:, None] + at[None, :], mask=there, other=0)
+    return tl.load(matrix + at[:, None] + row[None, :], mask=there, other=0)
 
 
 @triton.jit
 def load_scales(
-    matrix, tile, lane, line, there, BLOCK_LINES: tl.constexpr, SCALE_BYTES: tl.constexpr, TILE: tl.constexpr
+    matrix, tile, lane, block, there, BLOCK_LINES: tl.constexpr, SCALE_BYTES: tl.constexpr, TILE: tl.constexpr
 ):
-    """(N, L): the bits of the scales of those dwords."""
+    """(B, N): the bits of the scales of blocks (B,) of these rows; 0 where `there` (B, N) says no."""
     if SCALE_BYTES == 1:
         scales = matrix.to(tl.pointer_type(tl.uint8))
     elif SCALE_BYTES == 2:
         scales = matrix.to(tl.pointer_type(tl.uint16))
     else:
         scales = matrix.to(tl.pointer_type(tl.int32))
-    block: tl.constexpr = 16 + 64 * BLOCK_LINES // SCALE_BYTES
+    step: tl.constexpr = 16 + 64 * BLOCK_LINES // SCALE_BYTES
     row = tile.to(tl.int64) * (TILE * 4 // SCALE_BYTES) + lane
-    return tl.load(scales + row[:, None] + (line // BLOCK_LINES * block)[None, :], mask=there, other=0)
+    return tl.load(scales + (block * step)[:, None] + row[None, :], mask=there, other=0)
+
+
+@triton.jit
+def spread_scales(scales, BLOCK_LINES: tl.constexpr):
+    """(B * BLOCK_LINES, N): a block's scales (B, N) for each of its lines."""
+    b: tl.constexpr = scales.shape[0]
+    n: tl.constexpr = scales.shape[1]
+    return tl.broadcast_to(scales[:, None, :], b, BLOCK_LINES, n).reshape(b * BLOCK_LINES, n)
 
 
 @triton.jit

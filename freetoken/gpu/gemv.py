@@ -1,8 +1,8 @@
-"""Decode: the routes of units, each computed by itself, in float32. The plain version, for every GPU that Triton serves.
+"""Decode: the routes of units, one after the other, in float32. The plain version, for every GPU that Triton serves.
 
-A program has the 16 rows of a tile (of gate and of up) for one route, and goes along K with 16 x LINE_STEP dwords at a time: 16
-lanes of a line are one load of 64 bytes. Programs of routes that are not there end at once. A unit's second route
-reads what its first one left in the cache. Weights are exact in every format.
+A program has one tile of gate and the one of up beside it, or one of down, for one unit, and goes along K with LINE_STEP lines
+at a time: 16 lanes of a line are one load of 64 bytes. A unit's second route reads what its first one left in the cache.
+Weights are exact in every format.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TritonGemv:
         """
         check(x, "x", self.layout.hidden)
         check(out, "out", self.layout.intermediate, torch.float32)
-        grid = (len(units.address) * COLUMNS.value * self.layout.gate_tiles,)
+        grid = (len(units.address) * self.layout.gate_tiles,)
         how = {**self._gate_up, **self._activation, **_SHAPE}
         gate_up[grid](x, units.address, units.route, out, k, offset, **how)
 
@@ -49,14 +49,14 @@ class TritonGemv:
         """
         check(h, "h", self.layout.intermediate, torch.float32)
         check(out, "out", self.layout.hidden, torch.float32)
-        grid = (len(units.address) * COLUMNS.value * self.layout.down_tiles,)
+        grid = (len(units.address) * self.layout.down_tiles,)
         down[grid](h, units.address, units.route, out, offset, **self._down, **_SHAPE)
 
 
 @triton.jit
 def row_sums(
     matrix,
-    tile,
+    first,
     x,
     DECODE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -65,27 +65,29 @@ def row_sums(
     BLOCK_LINES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     TILE: tl.constexpr,
+    ROWS: tl.constexpr,
     LINE_STEP: tl.constexpr,
 ):
-    """(16,) float32: the rows of a tile times the vector at x."""
-    lane = tl.arange(0, 16)
-    tiles = tile + tl.zeros((16,), tl.int32)
+    """(ROWS,) float32: the rows of the tiles from `first` on times the vector at x."""
     tl.static_assert(LINE_STEP % BLOCK_LINES == 0 or BLOCK_LINES % LINE_STEP == 0)
-    sums = tl.zeros((LINE_STEP, 16), tl.float32)
-    for step in range((LINES + LINE_STEP - 1) // LINE_STEP):
-        line = step * LINE_STEP + tl.arange(0, LINE_STEP)
-        rows = (lane >= 0)[None, :]
+    blocks: tl.constexpr = max(LINE_STEP // BLOCK_LINES, 1)
+    within = tl.arange(0, ROWS)
+    tile = first + within // 16
+    lane = within % 16
+    rows = (within >= 0)[None, :]
+    sums = tl.zeros((LINE_STEP, ROWS), tl.float32)
+    for at in range(0, LINES, LINE_STEP):
+        line = at + tl.arange(0, LINE_STEP)
         there = (line < LINES)[:, None] & rows
-        dwords = load_dwords(matrix, tiles, lane, line, there, BLOCK_LINES, SCALE_BYTES, TILE)
-        part = tl.zeros((LINE_STEP, 16), tl.float32)
+        dwords = load_dwords(matrix, tile, lane, line, there, BLOCK_LINES, SCALE_BYTES, TILE)
+        part = tl.zeros((LINE_STEP, ROWS), tl.float32)
         for i in tl.static_range(POSITIONS):
             values = tl.load(x + line * POSITIONS + i, mask=line < LINES, other=0.0).to(tl.float32)
             part += DECODE(dwords, i) * values[:, None]
         if SCALE_BYTES > 0:
-            blocks: tl.constexpr = max(LINE_STEP // BLOCK_LINES, 1)
-            block = step * LINE_STEP // BLOCK_LINES + tl.arange(0, blocks)
-            here = (block * BLOCK_LINES < LINES)[:, None] & rows
-            bits = load_scales(matrix, tiles, lane, block, here, BLOCK_LINES, SCALE_BYTES, TILE)
+            block = at // BLOCK_LINES + tl.arange(0, blocks)
+            there = (block * BLOCK_LINES < LINES)[:, None] & rows
+            bits = load_scales(matrix, tile, lane, block, there, BLOCK_LINES, SCALE_BYTES, TILE)
             part *= spread_scales(SCALE(bits), LINE_STEP // blocks)
         sums += part
     return tl.sum(sums, 0)
@@ -117,26 +119,38 @@ def gate_up(
     BIAS: tl.constexpr,
     LINE_STEP: tl.constexpr,
 ):
-    """A tile of gate and of up, for one column of one unit."""
-    place = tl.program_id(0) // ((N + 15) // 16)
-    tile = tl.program_id(0) % ((N + 15) // 16)
-    record = tl.load(address + place // COLUMNS)
-    here = tl.load(route + place).to(tl.int64)
-    if (record == 0) | (here < 0):
+    """A tile of gate and of up, for one unit."""
+    tiles: tl.constexpr = (N + 15) // 16
+    unit = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    record = tl.load(address + unit)
+    if record == 0:
         return
     record = tl.multiple_of(record + offset, 64)
     matrix = (record + MATRIX).to(tl.pointer_type(tl.int32))
-    x += here // k * (LINES * POSITIONS)
-    gate = row_sums(
-        matrix, 2 * tile, x, DECODE, SCALE, POSITIONS, LINES, BLOCK_LINES, SCALE_BYTES, TILE, LINE_STEP
-    )
-    up = row_sums(
-        matrix, 2 * tile + 1, x, DECODE, SCALE, POSITIONS, LINES, BLOCK_LINES, SCALE_BYTES, TILE, LINE_STEP
-    )
     row = tile * 16 + tl.arange(0, 16)
-    gate = gate * load_factor(record, 0, GLOBALS, FACTOR) + load_bias(record, 0, row, BIAS, N)
-    up = up * load_factor(record, 1, GLOBALS, FACTOR) + load_bias(record, 1, row, BIAS, N)
-    tl.store(out + here * N + row, activate(gate, up, KIND, ALPHA, LIMIT), mask=row < N)
+    for column in range(COLUMNS):
+        here = tl.load(route + unit * COLUMNS + column).to(tl.int64)
+        if here >= 0:
+            of_token = x + here // k * (LINES * POSITIONS)
+            sums = row_sums(
+                matrix,
+                2 * tile,
+                of_token,
+                DECODE,
+                SCALE,
+                POSITIONS,
+                LINES,
+                BLOCK_LINES,
+                SCALE_BYTES,
+                TILE,
+                32,
+                LINE_STEP,
+            )
+            gate, up = tl.split(sums.reshape(2, 16).permute(1, 0))
+            gate = gate * load_factor(record, 0, GLOBALS, FACTOR) + load_bias(record, 0, row, BIAS, N)
+            up = up * load_factor(record, 1, GLOBALS, FACTOR) + load_bias(record, 1, row, BIAS, N)
+            tl.store(out + here * N + row, activate(gate, up, KIND, ALPHA, LIMIT), mask=row < N)
 
 
 @triton.jit
@@ -161,28 +175,33 @@ def down(
     BIAS: tl.constexpr,
     LINE_STEP: tl.constexpr,
 ):
-    """A tile of down, for one column of one unit."""
-    place = tl.program_id(0) // ((N + 15) // 16)
-    tile = tl.program_id(0) % ((N + 15) // 16)
-    record = tl.load(address + place // COLUMNS)
-    here = tl.load(route + place).to(tl.int64)
-    if (record == 0) | (here < 0):
+    """A tile of down, for one unit."""
+    tiles: tl.constexpr = (N + 15) // 16
+    unit = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    record = tl.load(address + unit)
+    if record == 0:
         return
     record = tl.multiple_of(record + offset, 64)
     matrix = (record + MATRIX).to(tl.pointer_type(tl.int32))
-    sums = row_sums(
-        matrix,
-        tile,
-        h + here * (LINES * POSITIONS),
-        DECODE,
-        SCALE,
-        POSITIONS,
-        LINES,
-        BLOCK_LINES,
-        SCALE_BYTES,
-        TILE,
-        LINE_STEP,
-    )
     row = tile * 16 + tl.arange(0, 16)
-    sums = sums * load_factor(record, 0, GLOBALS, FACTOR) + load_bias(record, 0, row, BIAS, N)
-    tl.store(out + here * N + row, sums, mask=row < N)
+    for column in range(COLUMNS):
+        here = tl.load(route + unit * COLUMNS + column).to(tl.int64)
+        if here >= 0:
+            of_route = h + here * (LINES * POSITIONS)
+            sums = row_sums(
+                matrix,
+                tile,
+                of_route,
+                DECODE,
+                SCALE,
+                POSITIONS,
+                LINES,
+                BLOCK_LINES,
+                SCALE_BYTES,
+                TILE,
+                16,
+                LINE_STEP,
+            )
+            sums = sums * load_factor(record, 0, GLOBALS, FACTOR) + load_bias(record, 0, row, BIAS, N)
+            tl.store(out + here * N + row, sums, mask=row < N)

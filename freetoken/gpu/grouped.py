@@ -104,7 +104,7 @@ class GroupedProduct:
         if not routes:
             return
         multiplied = torch.bfloat16 if source.dtype == torch.bfloat16 else torch.float32
-        shape = choose_shape(source.dtype, routes / experts)
+        shape = choose_shape(source.dtype, how, routes / experts)
         step, positions = shape["LINE_STEP"], how["POSITIONS"]
         steps = triton.cdiv(how["LINES"], step)
         width = steps * step * positions
@@ -120,12 +120,14 @@ class GroupedProduct:
 
 
 def sort_routes(ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`order` and `starts`, as `GroupedProduct.gate_up` takes them, of ids (T, k) integer; ids outside [0, E) go last."""
-    expert = ids.flatten()
-    expert = torch.where((expert >= 0) & (expert < n_experts), expert, n_experts).to(torch.int32)
-    ordered, order = torch.sort(expert, stable=True)
-    edges = torch.arange(n_experts + 1, dtype=torch.int32, device=ids.device)
-    return order.to(torch.int32), torch.searchsorted(ordered, edges, out_int32=True)
+    """`order` and `starts`, as `GroupedProduct.gate_up` takes them, of ids (T, k) integer, contiguous.
+
+    Routes of an expert stay in their order; those of ids outside [0, n_experts) come last.
+    """
+    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    starts = torch.empty(n_experts + 1, dtype=torch.int32, device=ids.device)
+    collect[(n_experts + 1,)](ids, order, starts, ids.numel(), n_experts, WIDTH=1024, num_warps=4)
+    return order, starts
 
 
 def hidden_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -133,21 +135,43 @@ def hidden_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-def choose_shape(dtype: torch.dtype, per_expert: float) -> dict[str, Any]:
-    """What a program computes at once, for a type of activations and the routes that an expert has on average."""
+def choose_shape(dtype: torch.dtype, how: dict[str, Any], per_expert: float) -> dict[str, Any]:
+    """What a program computes at once, for a type of activations, a matrix, and the routes of an expert on average."""
     if dtype == torch.float32:
         return {"ROWS": 32, "COLUMNS": 16, "LINE_STEP": 16, "PRECISION": "ieee", "num_warps": 4, "num_stages": 1}
-    columns = min(max(triton.next_power_of_2(int(per_expert)), 16), 128)
-    if dtype == torch.float16:
-        columns = min(columns, 64)
+    most = 128 if dtype == torch.bfloat16 and how["FOLDED"] else 64
     return {
         "ROWS": 128,
-        "COLUMNS": columns,
-        "LINE_STEP": 32,
+        "COLUMNS": min(max(triton.next_power_of_2(int(1.5 * per_expert)), 16), most),
+        "LINE_STEP": 128 // how["POSITIONS"],
         "PRECISION": "tf32",
         "num_warps": 4,
-        "num_stages": 2,
+        "num_stages": 3,
     }
+
+
+@triton.jit
+def collect(ids, order, starts, routes, n_experts, WIDTH: tl.constexpr):
+    """The routes of expert program_id(0), or of no expert, behind those of the experts before it."""
+    mine = tl.program_id(0)
+    before = tl.zeros((WIDTH,), tl.int32)
+    for first in range(0, routes, WIDTH):
+        expert = load_experts(ids, first + tl.arange(0, WIDTH), routes, n_experts)
+        before += (expert < mine).to(tl.int32)
+    start = tl.sum(before, 0)
+    tl.store(starts + mine, start)
+    for first in range(0, routes, WIDTH):
+        route = first + tl.arange(0, WIDTH)
+        is_mine = (load_experts(ids, route, routes, n_experts) == mine) & (route < routes)
+        tl.store(order + start + tl.cumsum(is_mine.to(tl.int32), 0) - 1, route, mask=is_mine)
+        start += tl.sum(is_mine.to(tl.int32), 0)
+
+
+@triton.jit
+def load_experts(ids, route, routes, n_experts):
+    """The experts of routes; n_experts for ids of none and where there is no route."""
+    expert = tl.load(ids + route, mask=route < routes, other=-1)
+    return tl.where((expert >= 0) & (expert < n_experts), expert, n_experts).to(tl.int32)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Kernels that run experts on a GPU, from records as they lie in host banks (docs/record.md). Nothing here allocates banks.
+"""Kernels that run experts on a GPU, from records as they lie in host banks (docs/record.md).
 
     tile_<name>.py  what the dwords and scales of a format's tiles stand for; the only place that knows the format
     tiles.py        where they lie

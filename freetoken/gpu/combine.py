@@ -12,9 +12,7 @@ _WIDTH = 1024
 """Columns of a program."""
 
 
-def combine(
-    y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, n_experts: int, out: torch.Tensor
-) -> None:
+def combine(y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, n_experts: int, out: torch.Tensor) -> None:
     """out (B, H): sum over k, in that order, of weights[:, k] times the sum of the shards' rows; added in float32.
 
     y: (S, B * K, H) float32 of S shards. ids: (B, K) integer; routes of ids outside [0, n_experts) add nothing,
@@ -36,7 +34,9 @@ def combine(
 
 
 @triton.jit
-def add_routes(y, ids, weights, out, n_experts, shard_step, hidden, S: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr):
+def add_routes(
+    y, ids, weights, out, n_experts, shard_step, hidden, S: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr
+):
     """WIDTH columns of token program_id(0)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

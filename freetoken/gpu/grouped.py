@@ -5,14 +5,15 @@
     gate_up   weights (rows) times routes (columns), biases, globals, activation
     down      the same, then each route's row goes to its own place
 
-Weights are the left operand: they are decoded into the registers from which the tensor cores take it. A dword holds several
-weights along K, and lines follow each other, so the product is done for weight 0 of all lines of a step, then for weight
-1, and so on; `spread` puts the activations in that order. bf16 activations are multiplied as they are; fp16 ones as tf32,
-whose numbers hold them and have the exponents that scales need; float32 ones without the tensor cores. Sums are float32.
+Weights are the left operand: they are decoded into the registers from which the tensor cores take it. A dword holds
+several weights along K, and lines follow each other, so a step multiplies weight 0 of all its lines, then weight 1, and
+so on; `spread` puts the activations in that order. bf16 activations are multiplied as they are; fp16 ones as tf32, whose
+numbers hold them and have the exponents that scales need; float32 ones without the tensor cores. Sums are float32.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +23,11 @@ import triton.language as tl
 from freetoken.executor import Activation
 from freetoken.formats.record import RecordLayout
 from freetoken.gpu.tiles import (
+    Section,
     activate,
     check,
-    constants,
-    load_bias,
+    finish,
     load_dwords,
-    load_factor,
     load_scales,
     multiply_add,
     narrow,
@@ -42,9 +42,9 @@ class GroupedProduct:
 
     def __init__(self, layout: RecordLayout, activation: Activation) -> None:
         self.layout = layout
-        self._gate_up = constants(layout, "gate_up")
-        self._down = constants(layout, "down")
-        self._activation = {"KIND": activation.kind, "ALPHA": activation.alpha, "LIMIT": activation.limit}
+        self.activation = activation
+        self._gate_up = Section.of(layout, "gate_up")
+        self._down = Section.of(layout, "down")
 
     def gate_up(
         self,
@@ -65,7 +65,12 @@ class GroupedProduct:
         """
         check(x, "x", self.layout.hidden)
         check(out, "out", self.layout.intermediate, hidden_dtype(x.dtype))
-        self._run(gate_up, {**self._gate_up, **self._activation}, x, order, starts, address, out, offset, k)
+        work = Work.of(x, self._gate_up, order, starts, address, out, k)
+        if work.routes:
+            how = self._gate_up, self.activation
+            gate_up[work.programs(2)](
+                work.x, work.width, order, work.pieces, address, out, offset, k, *how, **work.shape
+            )
 
     def down(
         self,
@@ -82,41 +87,58 @@ class GroupedProduct:
         """
         check(h, "h", self.layout.intermediate, hidden_dtype(h.dtype))
         check(out, "out", self.layout.hidden, torch.float32)
-        self._run(down, self._down, h, order, starts, address, out, offset, 1)
+        work = Work.of(h, self._down, order, starts, address, out, 1)
+        if work.routes:
+            how = (self._down,)
+            down[work.programs(1)](work.x, work.width, order, work.pieces, address, out, offset, *how, **work.shape)
 
-    def _run(
-        self,
-        kernel: Any,
-        how: dict[str, Any],
-        source: torch.Tensor,
+
+@dataclass(frozen=True)
+class Work:
+    """One product's activations in the order of K in which they are multiplied, and its pieces of work."""
+
+    routes: int
+    section: Section
+    shape: dict[str, Any]
+    x: torch.Tensor
+    width: int
+    pieces: torch.Tensor
+
+    @staticmethod
+    def of(
+        x: torch.Tensor,
+        section: Section,
         order: torch.Tensor,
         starts: torch.Tensor,
         address: torch.Tensor,
         out: torch.Tensor,
-        offset: int,
         k: int,
-    ) -> None:
+    ) -> Work:
+        """Of rows of x that k routes share; raises ValueError where the number of routes is not always the same."""
         routes, experts = len(order), len(address)
-        if len(starts) != experts + 1 or len(out) != routes or len(source) * k != routes:
+        if len(starts) != experts + 1 or len(out) != routes or len(x) * k != routes:
             raise ValueError(
-                f"{routes} routes of {len(source)} rows and {len(starts)} starts of {experts} experts do not fit {len(out)} rows of output"
+                f"{routes} routes, {len(x)} rows for {k} each, {len(starts)} starts of {experts} experts and {len(out)} "
+                "rows of output do not fit"
             )
-        if not routes:
-            return
-        multiplied = torch.bfloat16 if source.dtype == torch.bfloat16 else torch.float32
-        shape = choose_shape(source.dtype, how, routes / experts)
-        step, positions = shape["LINE_STEP"], how["POSITIONS"]
-        steps = triton.cdiv(how["LINES"], step)
-        width = steps * step * positions
-        in_order = source.new_empty((len(source), width), dtype=multiplied)
-        grid = (len(source), triton.cdiv(width, _SPREAD))
-        spread[grid](source, in_order, how["LINES"], steps, positions, step, _SPREAD)
-        work = starts.new_empty((routes // shape["COLUMNS"] + min(experts, routes), 3))
-        pieces = triton.next_power_of_2(experts)
-        schedule[(triton.cdiv(len(work), 64),)](starts, work, experts, len(work), pieces, shape["COLUMNS"], 64)
-        rows = shape["ROWS"] // (2 if kernel is gate_up else 1)
-        programs = (triton.cdiv(how["N"], rows) * len(work),)
-        kernel[programs](in_order, width, order, work, address, out, offset, k, **how, **shape)
+        shape = choose_shape(x.dtype, section, routes / experts)
+        step = shape["LINE_STEP"]
+        steps = triton.cdiv(section.lines, step)
+        width = steps * step * section.positions
+        in_order = x.new_empty((len(x), width), dtype=torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32)
+        pieces = starts.new_empty((routes // shape["COLUMNS"] + min(experts, routes), 3))
+        if routes:
+            grid = (len(x), triton.cdiv(width, _SPREAD))
+            spread[grid](x, in_order, section.lines, steps, section.positions, step, _SPREAD)
+            width_of_experts = triton.next_power_of_2(experts)
+            schedule[(triton.cdiv(len(pieces), 64),)](
+                starts, pieces, experts, len(pieces), width_of_experts, shape["COLUMNS"], 64
+            )
+        return Work(routes, section, shape, in_order, width, pieces)
+
+    def programs(self, matrices: int) -> tuple[int]:
+        """How many programs there are when each has rows of so many matrices."""
+        return (triton.cdiv(self.section.rows, self.shape["ROWS"] // matrices) * len(self.pieces),)
 
 
 def sort_routes(ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,15 +157,15 @@ def hidden_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-def choose_shape(dtype: torch.dtype, how: dict[str, Any], per_expert: float) -> dict[str, Any]:
+def choose_shape(dtype: torch.dtype, section: Section, per_expert: float) -> dict[str, Any]:
     """What a program computes at once, for a type of activations, a matrix, and the routes of an expert on average."""
     if dtype == torch.float32:
         return {"ROWS": 32, "COLUMNS": 16, "LINE_STEP": 16, "PRECISION": "ieee", "num_warps": 4, "num_stages": 1}
-    most = 128 if dtype == torch.bfloat16 and how["FOLDED"] else 64
+    most = 128 if dtype == torch.bfloat16 and section.folded else 64
     return {
         "ROWS": 128,
         "COLUMNS": min(max(triton.next_power_of_2(int(1.5 * per_expert)), 16), most),
-        "LINE_STEP": 128 // how["POSITIONS"],
+        "LINE_STEP": 128 // section.positions,
         "PRECISION": "tf32",
         "num_warps": 4,
         "num_stages": 3,
@@ -212,74 +234,70 @@ def stack(a, b):
 
 
 @triton.jit
-def decode_two(dwords, scales, i: tl.constexpr, dtype: tl.constexpr, DECODE: tl.constexpr):
+def decode_two(dwords, scales, i: tl.constexpr, dtype: tl.constexpr, decode: tl.constexpr):
     """(2 L, N): weights i of all dwords, then weights i + 1."""
-    return stack(narrow(DECODE(dwords, i) * scales, dtype), narrow(DECODE(dwords, i + 1) * scales, dtype))
+    return stack(narrow(decode(dwords, i) * scales, dtype), narrow(decode(dwords, i + 1) * scales, dtype))
 
 
 @triton.jit
-def decode_four(dwords, scales, i: tl.constexpr, dtype: tl.constexpr, DECODE: tl.constexpr):
+def decode_four(dwords, scales, i: tl.constexpr, dtype: tl.constexpr, decode: tl.constexpr):
     """(4 L, N): weights i to i + 3."""
-    return stack(decode_two(dwords, scales, i, dtype, DECODE), decode_two(dwords, scales, i + 2, dtype, DECODE))
+    return stack(decode_two(dwords, scales, i, dtype, decode), decode_two(dwords, scales, i + 2, dtype, decode))
 
 
 @triton.jit
-def decode_all(dwords, scales, dtype: tl.constexpr, DECODE: tl.constexpr, POSITIONS: tl.constexpr):
-    """(POSITIONS * L, N): weight 0 of all dwords (L, N), then weight 1, and so on, times the scales of their dwords."""
-    if POSITIONS == 2:
-        return decode_two(dwords, scales, 0, dtype, DECODE)
-    elif POSITIONS == 4:
-        return decode_four(dwords, scales, 0, dtype, DECODE)
+def decode_all(dwords, scales, dtype: tl.constexpr, section: tl.constexpr):
+    """(positions * L, N): weight 0 of all dwords (L, N), then weight 1, and so on, times their scales."""
+    decode: tl.constexpr = section.decode
+    if section.positions == 2:
+        return decode_two(dwords, scales, 0, dtype, decode)
+    elif section.positions == 4:
+        return decode_four(dwords, scales, 0, dtype, decode)
     else:
-        return stack(decode_four(dwords, scales, 0, dtype, DECODE), decode_four(dwords, scales, 4, dtype, DECODE))
+        return stack(decode_four(dwords, scales, 0, dtype, decode), decode_four(dwords, scales, 4, dtype, decode))
 
 
 @triton.jit
 def products(
-    matrix,
+    record,
+    section: tl.constexpr,
     tile,
     lane,
-    there,
     x,
     column_there,
-    DECODE: tl.constexpr,
-    SCALE: tl.constexpr,
-    FOLDED: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    LINES: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    TILE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LINE_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """(ROWS, COLUMNS) float32: rows `lane` of tiles `tile`, where they are there, times the columns that start at x (COLUMNS,)."""
-    tl.static_assert(FOLDED or BLOCK_LINES % LINE_STEP == 0, "a step must lie within a block whose sum is scaled")
+    """(ROWS, COLUMNS) float32: rows `lane` of tiles `tile` times the columns that start at x (COLUMNS,).
+
+    What is not there, behind the TILES of the section or in other columns, is 0.
+    """
+    block_lines: tl.constexpr = section.block_lines
+    tl.static_assert(section.folded or block_lines % LINE_STEP == 0, "a step lies within a block whose sum is scaled")
+    tile_there = (tile < TILES)[None, :]
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for at in range(0, LINES, LINE_STEP):
-        k = at * POSITIONS + tl.arange(0, LINE_STEP * POSITIONS)
+    for at in range(0, section.lines, LINE_STEP):
+        k = at * section.positions + tl.arange(0, LINE_STEP * section.positions)
         columns = tl.load(x[None, :] + k[:, None], mask=column_there[None, :], other=0.0)
         line = at + tl.arange(0, LINE_STEP)
-        dwords = load_dwords(
-            matrix, tile, lane, line, (line < LINES)[:, None] & there[None, :], BLOCK_LINES, SCALE_BYTES, TILE
-        )
-        if SCALE_BYTES == 0:
-            weights = decode_all(dwords, 1.0, columns.dtype, DECODE, POSITIONS)
+        dwords = load_dwords(record, section, tile, lane, line, (line < section.lines)[:, None] & tile_there)
+        if section.scale_bytes == 0:
+            weights = decode_all(dwords, 1.0, columns.dtype, section)
             sums = multiply_add(tl.trans(weights), columns, sums, PRECISION)
-        elif FOLDED:
-            block = at // BLOCK_LINES + tl.arange(0, LINE_STEP // BLOCK_LINES)
-            here = (block < LINES // BLOCK_LINES)[:, None] & there[None, :]
-            bits = load_scales(matrix, tile, lane, block, here, BLOCK_LINES, SCALE_BYTES, TILE)
-            weights = decode_all(dwords, spread_scales(SCALE(bits), BLOCK_LINES), columns.dtype, DECODE, POSITIONS)
+        elif section.folded:
+            block = at // block_lines + tl.arange(0, LINE_STEP // block_lines)
+            there = (block < section.lines // block_lines)[:, None] & tile_there
+            scales = spread_scales(load_scales(record, section, tile, lane, block, there), block_lines)
+            weights = decode_all(dwords, scales, columns.dtype, section)
             sums = multiply_add(tl.trans(weights), columns, sums, PRECISION)
         else:
-            weights = decode_all(dwords, 1.0, columns.dtype, DECODE, POSITIONS)
+            weights = decode_all(dwords, 1.0, columns.dtype, section)
             part = multiply_add(tl.trans(weights), columns, tl.zeros((ROWS, COLUMNS), tl.float32), PRECISION)
-            block = at // BLOCK_LINES + tl.zeros((1,), tl.int32)
-            bits = load_scales(matrix, tile, lane, block, there[None, :], BLOCK_LINES, SCALE_BYTES, TILE)
-            sums += part * tl.trans(SCALE(bits))
+            block = at // block_lines + tl.zeros((1,), tl.int32)
+            sums += part * tl.trans(load_scales(record, section, tile, lane, block, tile_there))
     return sums
 
 
@@ -293,22 +311,8 @@ def gate_up(
     out,
     offset,
     k,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    N: tl.constexpr,
-    DECODE: tl.constexpr,
-    SCALE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    FOLDED: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    LINES: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    TILE: tl.constexpr,
-    MATRIX: tl.constexpr,
-    GLOBALS: tl.constexpr,
-    BIAS: tl.constexpr,
+    section: tl.constexpr,
+    how: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LINE_STEP: tl.constexpr,
@@ -316,7 +320,8 @@ def gate_up(
 ):
     """ROWS / 2 rows of gate and the same of up, for a piece of work."""
     half: tl.constexpr = ROWS // 2
-    blocks: tl.constexpr = (N + half - 1) // half
+    tiles: tl.constexpr = (section.rows + 15) // 16
+    blocks: tl.constexpr = (section.rows + half - 1) // half
     piece = work + tl.program_id(0) // blocks * 3
     expert = tl.load(piece)
     if expert < 0:
@@ -330,33 +335,17 @@ def gate_up(
     token = tl.load(order + position, mask=live, other=0).to(tl.int64) // k
     start = tl.program_id(0) % blocks * half
     within = tl.arange(0, ROWS)
-    tile = start // 16 + within // 16 % (half // 16)
-    sums = products(
-        (record + MATRIX).to(tl.pointer_type(tl.int32)),
-        2 * tile + within // 16 // (half // 16),
-        within % 16,
-        tile < (N + 15) // 16,
-        x + token * width,
-        live,
-        DECODE,
-        SCALE,
-        FOLDED,
-        POSITIONS,
-        LINES,
-        BLOCK_LINES,
-        SCALE_BYTES,
-        TILE,
-        ROWS,
-        COLUMNS,
-        LINE_STEP,
-        PRECISION,
-    )
+    # Gate's tiles, then up's. In other words than these Triton does not see that 16 rows lie beside each other.
+    tile = 2 * (start // 16 + within // 16 % (half // 16)) + within // 16 // (half // 16)
+    columns = x + token * width
+    sums = products(record, section, tile, within % 16, columns, live, ROWS, COLUMNS, LINE_STEP, PRECISION, 2 * tiles)
     gate, up = tl.split(sums.reshape(2, half, COLUMNS).permute(1, 2, 0))
     row = start + tl.arange(0, half)
-    gate = gate * load_factor(record, 0, GLOBALS, FACTOR) + load_bias(record, 0, row, BIAS, N)[:, None]
-    up = up * load_factor(record, 1, GLOBALS, FACTOR) + load_bias(record, 1, row, BIAS, N)[:, None]
-    hidden = narrow(activate(gate, up, KIND, ALPHA, LIMIT), out.dtype.element_ty)
-    tl.store(out + position[None, :] * N + row[:, None], hidden, mask=live[None, :] & (row < N)[:, None])
+    gate = finish(gate, record, section, 0, row)
+    up = finish(up, record, section, 1, row)
+    there = live[None, :] & (row < section.rows)[:, None]
+    hidden = narrow(activate(gate, up, how), out.dtype.element_ty)
+    tl.store(out + position[None, :] * section.rows + row[:, None], hidden, mask=there)
 
 
 @triton.jit
@@ -368,27 +357,15 @@ def down(
     address,
     out,
     offset,
-    k,
-    N: tl.constexpr,
-    DECODE: tl.constexpr,
-    SCALE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    FOLDED: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    LINES: tl.constexpr,
-    BLOCK_LINES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    TILE: tl.constexpr,
-    MATRIX: tl.constexpr,
-    GLOBALS: tl.constexpr,
-    BIAS: tl.constexpr,
+    section: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LINE_STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """ROWS rows of down for a piece of work."""
-    blocks: tl.constexpr = (N + ROWS - 1) // ROWS
+    tiles: tl.constexpr = (section.rows + 15) // 16
+    blocks: tl.constexpr = (section.rows + ROWS - 1) // ROWS
     piece = work + tl.program_id(0) // blocks * 3
     expert = tl.load(piece)
     if expert < 0:
@@ -400,27 +377,9 @@ def down(
     position = tl.load(piece + 1) + tl.arange(0, COLUMNS).to(tl.int64)
     live = position < tl.load(piece + 2)
     row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    sums = products(
-        (record + MATRIX).to(tl.pointer_type(tl.int32)),
-        row // 16,
-        row % 16,
-        row // 16 < (N + 15) // 16,
-        h + position * width,
-        live,
-        DECODE,
-        SCALE,
-        FOLDED,
-        POSITIONS,
-        LINES,
-        BLOCK_LINES,
-        SCALE_BYTES,
-        TILE,
-        ROWS,
-        COLUMNS,
-        LINE_STEP,
-        PRECISION,
-    )
-    sums = sums * load_factor(record, 0, GLOBALS, FACTOR) + load_bias(record, 0, row, BIAS, N)[:, None]
+    columns = h + position * width
+    sums = products(record, section, row // 16, row % 16, columns, live, ROWS, COLUMNS, LINE_STEP, PRECISION, tiles)
+    sums = finish(sums, record, section, 0, row)
     route = tl.load(order + position, mask=live, other=0).to(tl.int64)
-    sums = narrow(sums, out.dtype.element_ty)
-    tl.store(out + route[None, :] * N + row[:, None], sums, mask=live[None, :] & (row < N)[:, None])
+    there = live[None, :] & (row < section.rows)[:, None]
+    tl.store(out + route[None, :] * section.rows + row[:, None], sums, mask=there)

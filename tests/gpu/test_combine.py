@@ -16,15 +16,13 @@ def test_weighted_sum(shards: int, ids_dtype: torch.dtype, dtype: torch.dtype, d
     y = rng.standard_normal((shards, tokens * k, hidden)).astype(np.float32)
     weights = torch.from_numpy(rng.uniform(0, 1, (tokens, k)).astype(np.float32)).to(dtype)
     absent = (ids < 0) | (ids > 8)
-    wanted = (y.astype(np.float64).sum(0).reshape(tokens, k, hidden) * weights.double().numpy()[..., None])
+    wanted = y.astype(np.float64).sum(0).reshape(tokens, k, hidden) * weights.double().numpy()[..., None]
     wanted = np.where(absent[..., None], 0, wanted).sum(1)
     y[:, absent.reshape(-1)] = np.nan
     weights[torch.from_numpy(absent)] = torch.nan
     out = torch.full((tokens, hidden), torch.nan, dtype=dtype, device=device)
 
-    combine(
-        torch.from_numpy(y).to(device), torch.from_numpy(ids).to(device, ids_dtype), weights.to(device), 9, out
-    )
+    combine(torch.from_numpy(y).to(device), torch.from_numpy(ids).to(device, ids_dtype), weights.to(device), 9, out)
 
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     error = np.abs(out.double().cpu().numpy() - wanted)

@@ -10,8 +10,8 @@ from tests.support.experts import make_routes
 from tests.support.gpu import ACTIVATIONS, FAR, HALF, Experts, check_rows, widths
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 4e-3}
-"""Of one product. fp32: sums of a few thousand products. Else: roundings to bf16, of h and in q4_0 and q8_0 of weights, of
-2**-8 at most and 1.6e-3 on average."""
+"""Of one product. fp32: sums of a few thousand products. Else: roundings to bf16, of h and in q4_0 and q8_0 of weights,
+of 2**-8 at most and 1.6e-3 on average."""
 
 
 def run(experts, how, x, ids, address=None):  # type: ignore[no-untyped-def]
@@ -55,7 +55,9 @@ def test_extreme_codes_are_exact(name: str, device: torch.device) -> None:
     """Where products are exact: activations of bf16 are."""
     fmt = formats.get(name)
     for experts, size in extreme_experts(fmt, device):
-        x = (torch.randn(3, experts.layout.hidden, generator=torch.Generator().manual_seed(1)) * size).to(torch.bfloat16)
+        x = (torch.randn(3, experts.layout.hidden, generator=torch.Generator().manual_seed(1)) * size).to(
+            torch.bfloat16
+        )
         ids = np.zeros((3, 1), np.int32)
         h, _, _ = run(experts, HALF, x.float().to(device), ids)
         check_columns(h, experts.hidden(x.float(), ids, HALF), 1e-5)
@@ -108,11 +110,11 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
     product = GroupedProduct(experts.layout, ACTIVATIONS["silu"])
     order, starts = sort_routes(torch.zeros(3, 1, dtype=torch.int32, device=device), 2)
     x = torch.zeros(3, 64, device=device)
-    with pytest.raises(ValueError, match=r"x is \(3, 32\).*expected rows of 64"):
+    with pytest.raises(ValueError, match=r"x is \(3, 32\).*expected contiguous rows of 64"):
         product.gate_up(x[:, :32], order, starts, experts.address, 1, torch.empty(3, 32, device=device))
-    with pytest.raises(TypeError, match="out is torch.bfloat16, expected torch.float32"):
+    with pytest.raises(TypeError, match=r"out is torch\.bfloat16, expected torch\.float32"):
         product.gate_up(x, order, starts, experts.address, 1, x[:, :32].contiguous().bfloat16())
-    with pytest.raises(ValueError, match="3 routes of 3 rows and 2 starts of 2 experts do not fit 3 rows"):
+    with pytest.raises(ValueError, match="3 routes, 3 rows for 1 each, 2 starts of 2 experts and 3 rows of output"):
         product.gate_up(x, order, starts[:2], experts.address, 1, x[:, :32].contiguous())
 
 
@@ -132,7 +134,11 @@ def test_many_tokens_and_experts(name: str, device: torch.device) -> None:
     assert y.numel() > 1 << 31
     some = np.arange(len(order))[::997]
     tokens = order[some] // 75
-    rows = experts.hidden(x[torch.from_numpy(tokens).to(device)], ids.reshape(-1)[order[some], None], ACTIVATIONS["silu"])
+    rows = experts.hidden(
+        x[torch.from_numpy(tokens).to(device)], ids.reshape(-1)[order[some], None], ACTIVATIONS["silu"]
+    )
     check_rows(h[torch.from_numpy(some).to(device)], rows, 4e-3)
-    wanted = experts.output(h[torch.from_numpy(some).to(device)].double().cpu().numpy(), ids.reshape(-1)[order[some], None])
+    wanted = experts.output(
+        h[torch.from_numpy(some).to(device)].double().cpu().numpy(), ids.reshape(-1)[order[some], None]
+    )
     check_rows(y[torch.from_numpy(order[some]).to(device)], wanted, 4e-3)

@@ -17,7 +17,8 @@ from freetoken.gpu import units
 from freetoken.gpu.tiles import Section, activate, check, finish, load_dwords, load_scales, spread_scales
 
 COLUMNS = tl.constexpr(units.COLUMNS)
-_SHAPE = {"LINE_STEP": 32, "num_warps": 2}
+_SHAPE = {"LINE_STEP": 64, "num_warps": 2}
+"""The best of 9 on an H200 for one and four tokens, mxfp4 of 2880/2880 and nvfp4 of 2048/768 taken together."""
 
 
 class TritonGemv:
@@ -54,6 +55,7 @@ class TritonGemv:
 @triton.jit
 def row_sums(record, section: tl.constexpr, first, x, ROWS: tl.constexpr, LINE_STEP: tl.constexpr):
     """(ROWS,) float32: the rows of the tiles from `first` on times the vector at x."""
+    positions: tl.constexpr = section.positions
     block_lines: tl.constexpr = section.block_lines
     tl.static_assert(LINE_STEP % block_lines == 0 or block_lines % LINE_STEP == 0)
     blocks: tl.constexpr = max(LINE_STEP // block_lines, 1)
@@ -66,8 +68,8 @@ def row_sums(record, section: tl.constexpr, first, x, ROWS: tl.constexpr, LINE_S
         line = at + tl.arange(0, LINE_STEP)
         dwords = load_dwords(record, section, tile, lane, line, (line < section.lines)[:, None] & rows)
         part = tl.zeros((LINE_STEP, ROWS), tl.float32)
-        for i in tl.static_range(section.positions):
-            values = tl.load(x + line * section.positions + i, mask=line < section.lines, other=0.0)
+        for i in tl.static_range(positions):
+            values = tl.load(x + line * positions + i, mask=line < section.lines, other=0.0)
             part += section.decode(dwords, i) * values.to(tl.float32)[:, None]
         if section.scale_bytes > 0:
             block = at // block_lines + tl.arange(0, blocks)

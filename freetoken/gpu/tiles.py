@@ -1,4 +1,4 @@
-"""Where dwords, scales, globals and biases lie in a record, for all Triton kernels; `tile_<name>.py` says what they are.
+"""Where dwords, scales, globals and biases lie in a record, for all Triton kernels; `tile_<name>.py` decodes them.
 
 A kernel is compiled for a `Section` and takes the address of a record. Tiles are counted as in memory: gate and up
 alternate.

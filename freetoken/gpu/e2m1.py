@@ -8,4 +8,4 @@ import triton.language as tl
 def shrunken(dwords, i: tl.constexpr):
     """Code i of each dword as float32, times 2**-126: its bits in place, exact, subnormal ones too."""
     high = dwords << (28 - 4 * i)
-    return (((high >> 6) & 0x01C00000) | (high & -0x80000000)).to(tl.float32, bitcast=True)
+    return ((high >> 6) & -0x7E400000).to(tl.float32, bitcast=True)

@@ -14,7 +14,7 @@ FOLDED = False
 def decode(dwords, i: tl.constexpr):
     """Code i of each dword as float32, exact: its bits in place are e4m3 times 2**-120, subnormal ones too."""
     high = dwords << (24 - 8 * i)
-    return (((high >> 4) & 0x07F00000) | (high & -0x80000000)).to(tl.float32, bitcast=True) * 2.0**120
+    return ((high >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit

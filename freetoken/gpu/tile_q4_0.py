@@ -1,7 +1,7 @@
 """q4_0: a dword holds eight codes with an offset of 8; a block's scale is fp16.
 
-Their product, at most 15 bits, is rounded to bf16 for the tensor cores: 8e-4 of a layer's output, which is far less than
-what the format has lost already.
+Their product, at most 15 bits, is rounded to bf16 for the tensor cores, which moves a matrix's output by 1.6e-3 of its
+norm: far less than what the format has lost already.
 """
 
 import triton

@@ -12,8 +12,9 @@ FOLDED = True
 
 @triton.jit
 def decode(dwords, i: tl.constexpr):
-    """Code i of each dword as float32."""
-    return ((dwords << (24 - 8 * i)) >> 24).to(tl.float32)
+    """Code i of each dword as float32, exact: with its offset of 128 in the low bits of 2**23, less both."""
+    raised = dwords ^ -0x7F7F7F80
+    return (((raised >> (8 * i)) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - (2.0**23 + 128)
 
 
 @triton.jit

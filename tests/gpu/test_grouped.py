@@ -10,8 +10,8 @@ from tests.support.experts import make_routes
 from tests.support.gpu import ACTIVATIONS, FAR, HALF, Experts, check_rows, widths
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 4e-3}
-"""Of one product. fp32: sums of a few thousand products. Else: roundings to bf16, of h and in q4_0 and q8_0 of weights, of
-2**-8 at most and 1.6e-3 on average."""
+"""Of one product. fp32: sums of a few thousand products. Else: roundings to bf16, of h and in q4_0 and q8_0 of weights,
+of 2**-8 at most and 1.6e-3 on average."""
 
 
 def run(experts, how, x, ids, address=None):  # type: ignore[no-untyped-def]
@@ -110,11 +110,11 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
     product = GroupedProduct(experts.layout, ACTIVATIONS["silu"])
     order, starts = sort_routes(torch.zeros(3, 1, dtype=torch.int32, device=device), 2)
     x = torch.zeros(3, 64, device=device)
-    with pytest.raises(ValueError, match=r"x is \(3, 32\).*expected rows of 64"):
+    with pytest.raises(ValueError, match=r"x is \(3, 32\).*expected contiguous rows of 64"):
         product.gate_up(x[:, :32], order, starts, experts.address, 1, torch.empty(3, 32, device=device))
-    with pytest.raises(TypeError, match="out is torch.bfloat16, expected torch.float32"):
+    with pytest.raises(TypeError, match=r"out is torch\.bfloat16, expected torch\.float32"):
         product.gate_up(x, order, starts, experts.address, 1, x[:, :32].contiguous().bfloat16())
-    with pytest.raises(ValueError, match="3 routes of 3 rows and 2 starts of 2 experts do not fit 3 rows"):
+    with pytest.raises(ValueError, match="3 routes, 3 rows for 1 each, 2 starts of 2 experts and 3 rows of output"):
         product.gate_up(x, order, starts[:2], experts.address, 1, x[:, :32].contiguous())
 
 

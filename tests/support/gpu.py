@@ -28,7 +28,7 @@ FAR = 5 << 31
 
 
 def widths(fmt: Format) -> tuple[int, int]:
-    """Hidden and intermediate size, as odd as a format takes them: no multiples of a step, of 16 rows where that is legal."""
+    """Hidden and intermediate size, as odd as a format takes them: no multiples of a step, nor of 16 where legal."""
     if fmt.ragged:
         return 148, 44
     return (88, 42) if fmt.block < 16 else (fmt.block * 5, fmt.block * 3)
@@ -45,7 +45,7 @@ class Experts:
 
     @staticmethod
     def of(layout: RecordLayout, bank: NDArray[np.uint8], device: torch.device) -> Experts:
-        """A bank (E, record_bytes) copied to the device, each record between bytes of 0xff, which are NaN in most formats."""
+        """A bank (E, record_bytes) copied to the device, each record between bytes of 0xff: NaN in most formats."""
         records = torch.full((len(bank), layout.nbytes + 512), 0xFF, dtype=torch.uint8, device=device)
         start = -records.data_ptr() % 64 + 64
         records.view(-1)[start:].unfold(0, layout.nbytes, layout.nbytes + 512)[: len(bank)].copy_(

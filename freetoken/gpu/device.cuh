@@ -19,6 +19,9 @@ FT_DEVICE void ft_copy16(ft_address to, const void *from, bool there) {
                  :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
+/* Ask for 128 bytes that will be read soon. */
+FT_DEVICE void ft_into_cache(const void *from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
+
 /* What was copied since the last one is a group. */
 FT_DEVICE void ft_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -1,12 +1,16 @@
 /* A GEMV over slots: for each unit, one expert's record and up to 8 routes that use it, gate, up and activation, or down.
 
-   A block of FT_WARPS warps takes a few tiles of one unit (gate_up: one of gate and one of up) and reads each byte of
-   them once, whatever the number of routes: tensor cores multiply 16 rows by 8 vectors. Warps take turns at the stages of
-   the tiles; each has a ring of FT_DEPTH stages in shared memory and copies ahead of what it multiplies, so many bytes are
-   on their way with few threads. The sums of the warps meet in the end, in a fixed order.
+   prepare_x, prepare_h: rows of activations become vectors in the order of the tiles, as fp16 under a power of two for each
+   (bf16 for bf16 weights), so that any magnitude keeps its bits. fp32 models have each number as three digits in three
+   vectors, which hold all of it.
 
-   Vectors lie in shared memory in the stages' order, as fp16 under a power of two for each (bf16 for bf16 weights), so
-   that any magnitude keeps its bits. fp32 models have each number as three digits in three vectors, which hold all of it.
+   gate_up, down: a block of FT_WARPS warps takes a few tiles of one unit (gate_up: one of gate and one of up) and reads
+   each byte of them once, whatever the number of routes: tensor cores multiply 16 rows by 8 vectors. Warps take turns at
+   the stages of the tiles; each has a ring of FT_DEPTH stages in shared memory and copies ahead of what it multiplies, so
+   many bytes are on their way with few threads. The sums of the warps meet in the end, in a fixed order.
+
+   Where devices have it (sm_90), each kernel starts before the one before it has ended and begins with what does not
+   depend on that: down reads its first weights while gate_up runs.
 
    Before this stand, as constants: HIDDEN, INTERMEDIATE, the bytes of their tiles and the record's offsets (gemv_cuda.py);
    device.cuh, tile.cuh and a format's tile_<name>.cuh. */
@@ -18,7 +22,8 @@ enum {
     FT_STAGE = 16 * FT_CHUNKS,
     FT_CODES = 16 * FT_BLOCKS * FT_BODY,
     FT_STAGE_K = FT_CODES / FT_ROWS * 8 / FT_BITS,
-    FT_FRAGMENTS = FT_STAGE_K / 32
+    FT_FRAGMENTS = FT_STAGE_K / 32,
+    FT_DIGITS = FT_EXACT ? 3 : 1
 };
 
 struct ft_f16 {
@@ -60,9 +65,9 @@ template <typename X, int K> FT_DEVICE void ft_values(const ft_eight<X> &from, i
     for (int i = 0; i < 8; i++) values[i] = k + i < K ? ft_value(from.items[i]) : 0.0f;
 }
 
-/* Put 8 values from k on where the lanes that multiply them read: 16 bytes for each t of 32 weights. */
-FT_DEVICE void ft_place(unsigned char *vector, int stride, int k, const float *v) {
-    unsigned char *to = vector + k / 32 * stride;
+/* Put 8 values from k on into a vector, in the order in which lanes read it: 16 bytes for each t of 32 weights. */
+FT_DEVICE void ft_place(unsigned char *vector, int k, const float *v) {
+    unsigned char *to = vector + k / 32 * 64;
     if (FT_BITS == 4) { /* line t has 8 weights, codes i and i + 4 are a pair */
         *(uint4 *)(to + k % 32 * 2) =
             make_uint4(ft_narrow(v[0], v[4]), ft_narrow(v[1], v[5]), ft_narrow(v[2], v[6]), ft_narrow(v[3], v[7]));
@@ -76,22 +81,22 @@ FT_DEVICE void ft_place(unsigned char *vector, int stride, int k, const float *v
     }
 }
 
-/* Digits of 8 values in as many vectors, each 2^-11 (bf16: 2^-8) of the last; what is left goes into the next. */
-template <int DIGITS> FT_DEVICE void ft_place_digits(unsigned char *vector, int stride, int k, float *v) {
+/* Digits of 8 values in vectors of so many bytes, each digit 2^-11 (bf16: 2^-8) of the last; what is left goes into the next. */
+FT_DEVICE void ft_place_digits(unsigned char *vector, int bytes, int k, float *v) {
 #pragma unroll
-    for (int d = 0; d < DIGITS; d++) {
-        ft_place(vector + 64 * d, stride, k, v);
-        if (d + 1 < DIGITS)
+    for (int d = 0; d < FT_DIGITS; d++) {
+        ft_place(vector + d * bytes, k, v);
+        if (d + 1 < FT_DIGITS)
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 v[i] = (v[i] - ft_widen(ft_narrow(v[i], 0.0f))) * (FT_SCALED ? 2048.0f : 256.0f);
     }
 }
 
-template <int DIGITS> FT_DEVICE float ft_join_digits(const float *sums) {
+FT_DEVICE float ft_join_digits(const float *sums) {
     float sum = 0.0f;
 #pragma unroll
-    for (int d = DIGITS - 1; d >= 0; d--) sum = sums[d] + sum * (FT_SCALED ? 1.0f / 2048.0f : 1.0f / 256.0f);
+    for (int d = FT_DIGITS - 1; d >= 0; d--) sum = sums[d] + sum * (FT_SCALED ? 1.0f / 2048.0f : 1.0f / 256.0f);
     return sum;
 }
 
@@ -232,82 +237,60 @@ template <int TILES, int K, int BYTES> struct ft_stages {
     }
 };
 
-/* Vectors from the rows of x that routes want: route / k, or the routes themselves with k = 1. Twice over x, first for the
-   largest magnitudes; each time many loads are on their way before one is used. */
-template <typename X, int K, int DIGITS> struct ft_rows {
-    enum {
-        ROUNDS = ((K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K + 8 * FT_THREADS - 1) / (8 * FT_THREADS),
-        ROUNDS_AT_ONCE = ROUNDS < 3 ? ROUNDS : 3,
-        COLUMNS_AT_ONCE = sizeof(X) == 2 ? 2 : 1
-    };
-    const X *x;
-    const int *routes;
-    unsigned int k;
-    int n;
-
-    template <typename Use> __device__ void each(Use use) const {
-        const bool aligned = ((unsigned long long)x & 15) == 0;
-        for (int first = 0; first < n; first += COLUMNS_AT_ONCE)
-            for (int round = 0; round < ROUNDS; round += ROUNDS_AT_ONCE) {
-                const int at = 8 * (round * FT_THREADS + (int)threadIdx.x);
-                ft_eight<X> read[COLUMNS_AT_ONCE][ROUNDS_AT_ONCE];
-#pragma unroll
-                for (int c = 0; c < COLUMNS_AT_ONCE; c++)
-                    if (first + c < n) {
-                        const X *row = x + (long long)(routes[first + c] / k) * K;
-#pragma unroll
-                        for (int r = 0; r < ROUNDS_AT_ONCE; r++)
-                            ft_load<X, K>(row, at + 8 * FT_THREADS * r, aligned, read[c][r]);
-                    }
-#pragma unroll
-                for (int c = 0; c < COLUMNS_AT_ONCE; c++)
-                    if (first + c < n) {
-                        float v[ROUNDS_AT_ONCE][8];
-#pragma unroll
-                        for (int r = 0; r < ROUNDS_AT_ONCE; r++)
-                            ft_values<X, K>(read[c][r], at + 8 * FT_THREADS * r, v[r]);
-                        use(first + c, round, at, v);
-                    }
-            }
-    }
-
-    __device__ void prepare(unsigned char *vectors, int *exponents, float (*tops)[FT_WARPS]) const {
-        if (FT_SCALED) {
-            each([&](int c, int round, int at, float (*v)[8]) {
-                float top = 0.0f;
-#pragma unroll
-                for (int r = 0; r < ROUNDS_AT_ONCE; r++)
-#pragma unroll
-                    for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[r][i]));
-#pragma unroll
-                for (int lanes = 16; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
-                float *to = &tops[c][threadIdx.x / 32];
-                if (threadIdx.x % 32 == 0) *to = round ? fmaxf(*to, top) : top;
-            });
-            __syncthreads();
-        }
-        each([&](int c, int round, int at, float (*v)[8]) {
-            float factor = 1.0f;
-            if (FT_SCALED) {
-                float top = tops[c][0];
-#pragma unroll
-                for (int w = 1; w < FT_WARPS; w++) top = fmaxf(top, tops[c][w]);
-                const int exponent = ft_exponent(top);
-                factor = ft_power(FT_TOP - exponent);
-                if (threadIdx.x == 0) exponents[c] = exponent - FT_TOP - FT_WEIGHTS;
-            }
-#pragma unroll
-            for (int r = 0; r < ROUNDS_AT_ONCE; r++) {
-                const int from = at + 8 * FT_THREADS * r;
-                if (from >= (K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K) break;
-#pragma unroll
-                for (int i = 0; i < 8; i++) v[r][i] *= factor;
-                ft_place_digits<DIGITS>(vectors + 64 * DIGITS * c, 64 * DIGITS * n, from, v[r]);
-            }
-        });
-        __syncthreads();
-    }
+/* Weights of a row, with those that fill its last stage. */
+template <int K> struct ft_padded {
+    enum { WIDTH = (K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K, BYTES = 2 * WIDTH };
 };
+
+/* One row of x for each block: its vectors, and the exponents of their powers of two behind the vectors of all rows. */
+template <typename X, int K> FT_DEVICE void ft_prepare(const X *x, unsigned char *vectors) {
+    enum { WIDTH = ft_padded<K>::WIDTH, BYTES = ft_padded<K>::BYTES, ROUNDS = (WIDTH + 8 * FT_LANES - 1) / (8 * FT_LANES) };
+    __shared__ float tops[FT_LANES / 32];
+    const X *row = x + (long long)blockIdx.x * K;
+    const bool aligned = ((unsigned long long)x & 15) == 0;
+    unsigned char *to = vectors + (long long)blockIdx.x * (FT_DIGITS * BYTES);
+    ft_eight<X> read[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) ft_load<X, K>(row, 8 * (FT_LANES * r + threadIdx.x), aligned, read[r]);
+    float factor = 1.0f;
+    if (FT_SCALED) {
+        float top = 0.0f;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; r++) {
+            float v[8];
+            ft_values<X, K>(read[r], 8 * (FT_LANES * r + threadIdx.x), v);
+#pragma unroll
+            for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[i]));
+        }
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
+        if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
+        __syncthreads();
+#pragma unroll
+        for (int w = 0; w < FT_LANES / 32; w++) top = fmaxf(top, tops[w]);
+        const int exponent = ft_exponent(top);
+        factor = ft_power(FT_TOP - exponent);
+        int *exponents = (int *)(vectors + (long long)gridDim.x * (FT_DIGITS * BYTES));
+        if (threadIdx.x == 0) exponents[blockIdx.x] = exponent - FT_TOP - FT_WEIGHTS;
+    }
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {
+        const int k = 8 * (FT_LANES * r + threadIdx.x);
+        if (k >= WIDTH) break;
+        float v[8];
+        ft_values<X, K>(read[r], k, v);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] *= factor;
+        ft_place_digits(to, BYTES, k, v);
+    }
+}
+
+/* Ask for a block's share of memory that will be read soon. */
+FT_DEVICE void ft_read_ahead(const unsigned char *from, int bytes, int share, int shares) {
+    const int lines = (bytes + 127) / 128, each = (lines + shares - 1) / shares;
+    const int end = (share + 1) * each < lines ? (share + 1) * each : lines;
+    for (int line = share * each + threadIdx.x; line < end; line += FT_THREADS) ft_into_cache(from + 128 * line);
+}
 
 /* Units that are there. */
 FT_DEVICE int ft_count(const long long *address) {
@@ -320,28 +303,29 @@ FT_DEVICE int ft_count(const long long *address) {
 }
 
 /* Block (x, y) has a run of groups of TILES tiles of unit y, the longer the more units there are: with `blocks` blocks the
-   device is busy, and more would only prepare the same vectors again. `columns` vectors fit into shared memory. */
-template <typename X, bool GATE_UP, int TILES, int K, int N, int BYTES>
-FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, float *out, unsigned int k,
-                       long long offset, int columns, int blocks, float alpha, float limit) {
+   device is busy. n_rows: rows of activations that were prepared, of which route / k is the one of a route. columns:
+   vectors that fit into shared memory. ahead: bytes of down that the cache may be asked for. */
+template <bool GATE_UP, int TILES, int K, int N, int BYTES>
+FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long long *address, const int *route, float *out,
+                       unsigned int k, long long offset, int columns, int blocks, int ahead, float alpha, float limit) {
     typedef ft_stages<TILES, K, BYTES> stages;
     enum {
-        DIGITS = FT_EXACT ? 3 : 1,
         HALVES = GATE_UP ? 2 : 1,
         ROWS = FT_ROWS * TILES / HALVES, /* of a group */
         TILES_OF_ROWS = (N + FT_ROWS - 1) / FT_ROWS,
         COUNT = HALVES * TILES_OF_ROWS,
         GROUPS = (COUNT + TILES - 1) / TILES,
-        ALL = COUNT % TILES == 0
+        ALL = COUNT % TILES == 0,
+        VECTOR = ft_padded<K>::BYTES,
+        ROUNDS = (VECTOR / 16 + FT_THREADS - 1) / FT_THREADS
     };
     FT_SHARED(shared);
-    __shared__ int routes[FT_COLUMNS], exponents[FT_COLUMNS];
-    __shared__ float tops[FT_COLUMNS][FT_WARPS];
-    if (GATE_UP) ft_let_next_start();
+    __shared__ int rows[FT_COLUMNS], routes[FT_COLUMNS], exponents[FT_COLUMNS];
+    ft_let_next_start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const long long unit = address[blockIdx.y];
     const int wanted = lane < FT_COLUMNS ? route[blockIdx.y * FT_COLUMNS + lane] : -1;
-    const int run = ft_count(address) * GROUPS / blocks + 1, first = blockIdx.x * run;
+    const int n_units = ft_count(address), run = n_units * GROUPS / blocks + 1, first = blockIdx.x * run;
     if (unit == 0 || first >= GROUPS) return;
     const int n_groups = GROUPS - first < run ? GROUPS - first : run;
     const unsigned char *record = (const unsigned char *)unit + offset;
@@ -350,22 +334,41 @@ FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, f
     const ft_globals globals = *(const ft_globals *)(record + (GATE_UP ? FT_GATE_UP_GLOBALS : FT_DOWN_GLOBALS));
     float *sums = (float *)(shared + FT_WARPS * stages::RING); /* [warp][tile][row][column] */
     unsigned char *vectors = (unsigned char *)(sums + FT_WARPS * TILES * FT_ROWS * FT_COLUMNS);
-    bool started = false;
+    bool waited = false;
     unsigned int left = __ballot_sync(~0u, wanted >= 0);
     while (left) {
         int n = 0; /* routes of this pass */
-        for (; left && n < columns / DIGITS; n++, left &= left - 1) {
+        for (; left && n < columns / FT_DIGITS; n++, left &= left - 1) {
             const int next = __shfl_sync(~0u, wanted, __ffs(left) - 1);
-            if (threadIdx.x == 0) routes[n] = next;
+            if (threadIdx.x == 0) {
+                routes[n] = next;
+                rows[n] = next / k;
+            }
         }
         stages part;
         part.start(tiles, n_tiles, shared);
 #pragma unroll
         for (int i = 0; i < FT_DEPTH - 1; i++) part.template copy<ALL>();
-        if (!GATE_UP && !started) ft_wait_for_last();
-        started = true;
         __syncthreads();
-        ft_rows<X, K, DIGITS>{x, routes, k, n}.prepare(vectors, exponents, tops);
+        if (!waited) ft_wait_for_last();
+        waited = true;
+        if (FT_SCALED && threadIdx.x < n)
+            exponents[threadIdx.x] = ((const int *)(prepared + (long long)n_rows * (FT_DIGITS * VECTOR)))[rows[threadIdx.x]];
+        for (int c = 0; c < n * FT_DIGITS; c++) {
+            const unsigned char *from = prepared + ((long long)rows[c / FT_DIGITS] * FT_DIGITS + c % FT_DIGITS) * VECTOR;
+            uint4 read[ROUNDS];
+#pragma unroll
+            for (int r = 0; r < ROUNDS; r++) {
+                const int i = FT_THREADS * r + threadIdx.x;
+                if (i < VECTOR / 16) read[r] = *(const uint4 *)(from + 16 * i);
+            }
+#pragma unroll
+            for (int r = 0; r < ROUNDS; r++) {
+                const int i = FT_THREADS * r + threadIdx.x;
+                if (i < VECTOR / 16) *(uint4 *)(vectors + i / 4 * (64 * FT_DIGITS * n) + 64 * c + i % 4 * 16) = read[r];
+            }
+        }
+        __syncthreads();
         int slot = 0;
         for (int group = first; group < first + n_groups; group++) {
             const int row = threadIdx.x % ROWS, at = group * ROWS + row;
@@ -378,7 +381,9 @@ FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, f
             float sum[TILES][4];
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) sum[tile][0] = sum[tile][1] = sum[tile][2] = sum[tile][3] = 0.0f;
-            part.template multiply<ALL>(vectors, n * DIGITS, slot, sum);
+            part.template multiply<ALL>(vectors, n * FT_DIGITS, slot, sum);
+            if (GATE_UP && group == first + n_groups - 1 && ahead / n_units >= FT_DOWN_BYTES)
+                ft_read_ahead(record + FT_DOWN, FT_DOWN_BYTES, blockIdx.x, (GROUPS + run - 1) / run);
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 float *to = sums + ((warp * TILES + tile) * FT_ROWS + lane / 4 * 2) * FT_COLUMNS + lane % 4 * 2;
@@ -390,15 +395,15 @@ FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, f
                 float value[2] = {0.0f, 0.0f};
 #pragma unroll
                 for (int half = 0; half < HALVES; half++) {
-                    float digits[DIGITS];
+                    float digits[FT_DIGITS];
 #pragma unroll
-                    for (int d = 0; d < DIGITS; d++) {
-                        const float *from = sums + (half * FT_ROWS + row) * FT_COLUMNS + column * DIGITS + d;
+                    for (int d = 0; d < FT_DIGITS; d++) {
+                        const float *from = sums + (half * FT_ROWS + row) * FT_COLUMNS + column * FT_DIGITS + d;
                         digits[d] = from[0];
 #pragma unroll
                         for (int w = 1; w < FT_WARPS; w++) digits[d] += from[w * TILES * FT_ROWS * FT_COLUMNS];
                     }
-                    float whole = ft_join_digits<DIGITS>(digits);
+                    float whole = ft_join_digits(digits);
                     if (FT_SCALED) whole = ft_times_power(whole, exponents[column]);
                     value[half] = ft_scale_all(whole, half ? globals.second : globals.first, globals.mode) + bias[half];
                 }
@@ -410,15 +415,27 @@ FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, f
     }
 }
 
-extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
-gate_up(const FT_X *x, const long long *address, const int *route, float *out, unsigned int k, long long offset,
-        int columns, int blocks, float alpha, float limit) {
-    ft_gemv<FT_X, true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE>(x, address, route, out, k, offset, columns, blocks,
-                                                                       alpha, limit);
+extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_x(const FT_X *x, unsigned char *vectors) {
+    ft_let_next_start();
+    ft_prepare<FT_X, FT_HIDDEN>(x, vectors);
+}
+
+extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_h(const float *h, unsigned char *vectors) {
+    ft_let_next_start();
+    ft_wait_for_last();
+    ft_prepare<float, FT_INTERMEDIATE>(h, vectors);
 }
 
 extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
-down(const float *h, const long long *address, const int *route, float *out, long long offset, int columns, int blocks) {
-    ft_gemv<float, false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE>(h, address, route, out, 1, offset,
-                                                                                     columns, blocks, 0.0f, 0.0f);
+gate_up(const unsigned char *x, int n_rows, const long long *address, const int *route, float *out, unsigned int k,
+        long long offset, int columns, int blocks, int ahead, float alpha, float limit) {
+    ft_gemv<true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE>(x, n_rows, address, route, out, k, offset, columns, blocks,
+                                                                 ahead, alpha, limit);
+}
+
+extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
+down(const unsigned char *h, int n_rows, const long long *address, const int *route, float *out, long long offset,
+     int columns, int blocks) {
+    ft_gemv<false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE>(h, n_rows, address, route, out, 1, offset,
+                                                                               columns, blocks, 0, 0.0f, 0.0f);
 }

@@ -46,6 +46,7 @@ class Shape:
     tiles: int = 2
     resident: int = 6
 
+
 DEFAULT = Shape()
 
 
@@ -77,7 +78,11 @@ class CudaGemv:
         self._digits = _DIGITS if dtype == torch.float32 else 1
         self._k = 1  # a guess for `down` of how many routes a unit has; results do not depend on it
         self._blocks = ctypes.c_int(device.multiprocessors * shape.resident)
-        self._last = ctypes.c_int(device.cache_bytes // 2), ctypes.c_float(activation.alpha), ctypes.c_float(activation.limit)
+        self._last = (
+            ctypes.c_int(device.cache_bytes // 2),
+            ctypes.c_float(activation.alpha),
+            ctypes.c_float(activation.limit),
+        )
         self._prepare_x, self._prepare_h, self._gate_up, self._down = device.compile(
             _source(layout, activation, dtype, shape), "prepare_x", "prepare_h", "gate_up", "down"
         )

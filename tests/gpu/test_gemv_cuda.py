@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,9 +90,7 @@ def check(y: NDArray[np.float64], wanted: dict[int, NDArray[np.float64]], bound:
             assert np.isnan(y[row]).all(), f"route {row} was written"
 
 
-def expect(
-    layout: RecordLayout, record: NDArray[np.uint8], x: torch.Tensor, how: Activation
-) -> NDArray[np.float64]:
+def expect(layout: RecordLayout, record: NDArray[np.uint8], x: torch.Tensor, how: Activation) -> NDArray[np.float64]:
     return reference.run_expert(layout.unpack(record), x.double().numpy()[None], how.kind, how.alpha, how.limit)[0]
 
 
@@ -150,6 +147,11 @@ def test_bits_do_not_depend_on_companions_or_on_tiles_of_a_block(machine: Any, n
         np.testing.assert_array_equal(together[part], np.concatenate([one[part] for one in alone]))
 
 
+def hidden_values(expert: Expert, x: torch.Tensor, how: Activation) -> NDArray[np.float64]:
+    gate, up = (x.double().numpy() @ matrix.format.dequantize64(matrix).T for matrix in (expert.gate, expert.up))
+    return reference.activate(gate, up, how.kind, how.alpha, how.limit)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "q4_0", "q8_0", "fp8_block", "bf16"])
 @pytest.mark.parametrize("size", [1e-30, 1e30])
@@ -166,7 +168,7 @@ def test_activations_of_any_size(machine: Any, name: str, dtype: torch.dtype, si
 
     h, y = case.run(CudaGemv(case.device, layout, how, dtype, SMALL), x, case.units([0, 1, 2]), 1)
 
-    hidden = [reference.activate(*(x[r].double().numpy() @ layout.format.dequantize64(m).T for m in (expert.gate, expert.up)), how.kind, how.alpha, how.limit) for r in range(3)]  # fmt: skip
+    hidden = hidden_values(expert, x, how)
     if size > 1:  # 1e-30 squared is zero in fp32
         check(h[:1], {0: hidden[0]}, BOUND[dtype])
         check(y[:1], {0: expect(layout, records[0], x[0], how)}, BOUND[dtype])
@@ -195,7 +197,9 @@ def test_every_code_under_every_scale_is_exact(machine: Any, name: str) -> None:
     layout = RecordLayout(fmt, 256, 64)
     expert = make_expert(fmt, 256, 64)
     codes = np.tile(pack_nibbles(np.arange(64, dtype=np.uint8)[None] % 16), (256, 1))
-    scales = np.arange(256, dtype=np.uint8) if name == "mxfp4" else np.minimum(np.arange(256) // 2, 126).astype(np.uint8)
+    scales = (
+        np.arange(256, dtype=np.uint8) if name == "mxfp4" else np.minimum(np.arange(256) // 2, 126).astype(np.uint8)
+    )
     scales[255 if name == "mxfp4" else 254 :] = 0x7F if name == "mxfp4" else 0x80  # no number; minus zero
     down = replace(expert.down, codes=codes, scales=np.repeat(scales[:, None], 64 // fmt.block, 1), global_scale=1.0)
 
@@ -302,7 +306,7 @@ def test_tensors_are_checked(twin: TwinDevice) -> None:
         gemv.gate_up(torch.zeros(1, 64).bfloat16(), units, 1, torch.zeros(1, 33))
     with pytest.raises(ValueError, match=r"h is \(2, 32\) with strides \(1, 2\)"):
         gemv.down(torch.zeros(32, 2).T, units, torch.zeros(2, 64))
-    with pytest.raises(TypeError, match="x is to be torch.int8, expected one of torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"x is to be torch.int8, expected one of torch.bfloat16"):
         CudaGemv(twin, layout, SILU, torch.int8)  # type: ignore[arg-type]
 
 
@@ -337,7 +341,5 @@ def test_a_captured_graph_computes_with_what_is_there_when_it_runs() -> None:
         x.copy_(given)
         y.fill_(float("nan"))
         graph.replay()
-        check(
-            y.cpu().double().numpy(), {r: expect(layout, records[r], given[r], GPT_OSS) for r in range(2)}, 4e-3
-        )
+        check(y.cpu().double().numpy(), {r: expect(layout, records[r], given[r], GPT_OSS) for r in range(2)}, 4e-3)
     device.close()

@@ -18,11 +18,7 @@ enum {
     FT_ROWS = 16,
     FT_COLUMNS = 8,
     FT_THREADS = 32 * FT_WARPS,
-    FT_CHUNKS = FT_BLOCKS * (FT_HEAD + FT_BODY),
-    FT_STAGE = 16 * FT_CHUNKS,
-    FT_CODES = 16 * FT_BLOCKS * FT_BODY,
-    FT_STAGE_K = FT_CODES / FT_ROWS * 8 / FT_BITS,
-    FT_FRAGMENTS = FT_STAGE_K / 32,
+    FT_STAGE_K = 32 * FT_PIECES,
     FT_DIGITS = FT_EXACT ? 3 : 1
 };
 
@@ -135,104 +131,82 @@ FT_DEVICE float ft_scale_all(float x, float factor, int mode) {
 template <int TILES, int K, int BYTES> struct ft_stages {
     enum {
         STAGES = (K + FT_STAGE_K - 1) / FT_STAGE_K,
-        ROUNDS = FT_CHUNKS / 32,
-        REST = FT_CHUNKS % 32,
+        LAST = BYTES - (STAGES - 1) * FT_STAGE, /* bytes of the last stage */
         SLOT = TILES * FT_STAGE,
-        RING = FT_DEPTH * SLOT,
-        STEP = 16 * (FT_BLOCKS * (FT_HEAD + FT_PARTS * FT_BODY)) * FT_WARPS / FT_PARTS
+        RING = FT_DEPTH * SLOT
     };
-    static_assert(FT_WARPS % FT_PARTS == 0, "all stages of a warp are the same part of a block");
 
     const unsigned char *tiles, *ring; /* the tiles that are copied next */
-    ft_address target, target_of_rest; /* of this lane's first chunk of a tile, and of the one beyond whole rounds */
-    int source, source_of_rest, rest;  /* where they come from in a tile; whose the latter is */
-    int stage, slot;                   /* what is copied next, and to which offset in the ring */
-    int n_tiles;                       /* from there on to the last one of this block */
+    ft_address slots, barriers;
+    int stage, slot;  /* what is copied next, and to where in the ring */
+    int n_tiles;      /* from there on to the last one of this block */
     int warp, lane;
+    int full;         /* the slot that is multiplied next */
+    unsigned int turn; /* how often that was full before, its last bit */
 
-    /* Where a chunk of a stage is in its tile. */
-    FT_DEVICE int place_in_tile(int stage, int chunk) {
-        if (FT_PARTS == 1) return stage * FT_STAGE + 16 * chunk;
-        const int part = chunk < FT_HEAD ? 0 : stage % FT_PARTS * (16 * FT_BODY);
-        return stage / FT_PARTS * 16 * (FT_HEAD + FT_PARTS * FT_BODY) + 16 * chunk + part;
-    }
-
-    /* Where it is in a slot: codes first, then scales. Halves of lines 2 and 3 of four are exchanged, or lanes that read
-       at once would meet in a bank. */
-    FT_DEVICE int place_in_slot(int chunk) {
-        const int block = chunk / (FT_HEAD + FT_BODY), at = chunk % (FT_HEAD + FT_BODY) - FT_HEAD;
-        const int code = block * FT_BODY + at;
-        return 16 * (at < 0 ? FT_CODES / 16 + FT_HEAD * (block + 1) + at : code ^ (code >> 3 & 1) << 1);
-    }
-
-    __device__ void start(const unsigned char *first, int n, unsigned char *to) {
-        tiles = first;
+    /* Once in a kernel. What a short last stage leaves as it was is multiplied with zeros, and must be numbers. */
+    template <bool ALL> __device__ void open(unsigned char *to, unsigned long long *all_barriers) {
         warp = threadIdx.x / 32;
         lane = threadIdx.x % 32;
-        n_tiles = warp < STAGES ? n : 0;
         ring = to + warp * RING;
-        slot = 0;
-        const int chunk = 32 * ROUNDS + lane % (REST ? REST : 1);
-        rest = lane / (REST ? REST : 1);
-        target = ft_address_of(ring) + place_in_slot(lane);
-        target_of_rest = ft_address_of(ring) + rest * FT_STAGE + place_in_slot(chunk);
-        rewind();
+        slots = ft_address_of(ring);
+        barriers = ft_address_of(all_barriers + warp * FT_DEPTH);
+        slot = full = 0;
+        turn = 0;
+        if (LAST != FT_STAGE || !ALL)
+            for (int i = 16 * lane; i < RING; i += 512) *(uint4 *)(to + warp * RING + i) = make_uint4(0, 0, 0, 0);
+        if (lane < FT_DEPTH) ft_open_slot(barriers + 8 * lane);
+        ft_opened();
     }
 
-    __device__ void rewind() {
+    __device__ void start(const unsigned char *first, int n) {
+        tiles = first;
         stage = warp;
-        source = place_in_tile(warp, lane);
-        source_of_rest = place_in_tile(warp, 32 * ROUNDS + lane % (REST ? REST : 1));
+        n_tiles = warp < STAGES ? n : 0;
     }
 
-    /* Start to copy the next stage. A group ends here even if there is none. */
+    /* Start to copy the next stage, if there is one. */
     template <bool ALL> __device__ void copy() {
         if (n_tiles > 0) {
+            const int bytes = LAST == FT_STAGE || stage < STAGES - 1 ? FT_STAGE : LAST;
+            const int n = ALL || n_tiles >= TILES ? TILES : n_tiles;
+            const ft_address barrier = barriers + 8 * slot, to = slots + SLOT * slot;
+            ft_expect(n * bytes, barrier, lane);
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-                for (int round = 0; round < ROUNDS; round++) {
-                    /* 32 chunks of codes further on in the tile and in the slot */
-                    const int at = source + 512 * round;
-                    const bool there = (ALL || tile < n_tiles) && (K % FT_STAGE_K == 0 || at < BYTES);
-                    ft_copy16(target + slot + tile * FT_STAGE + 512 * round, tiles + (there ? tile * BYTES + at : 0), there);
-                }
-            if (REST > 0 && rest < TILES) {
-                const bool there = (ALL || rest < n_tiles) && (K % FT_STAGE_K == 0 || source_of_rest < BYTES);
-                ft_copy16(target_of_rest + slot, tiles + (there ? rest * BYTES + source_of_rest : 0), there);
+                if (ALL || tile < n)
+                    ft_copy(to + tile * FT_STAGE, tiles + tile * BYTES + stage * FT_STAGE, bytes, barrier, lane);
+            slot = slot == FT_DEPTH - 1 ? 0 : slot + 1;
+            stage += FT_WARPS;
+            if (stage >= STAGES) {
+                tiles += TILES * BYTES;
+                n_tiles -= TILES;
+                stage = warp;
             }
         }
-        ft_end_group();
-        stage += FT_WARPS;
-        source += STEP;
-        source_of_rest += STEP;
-        if (stage >= STAGES) {
-            tiles += TILES * BYTES;
-            n_tiles -= TILES;
-            rewind();
-        }
-        slot = slot == RING - SLOT ? 0 : slot + SLOT;
+        ft_end_slot();
     }
 
-    /* Multiply all stages of the next TILES tiles with so many vectors. FT_DEPTH - 1 stages are on their way always; `at`
-       is the slot of the first of them. */
-    template <bool ALL>
-    __device__ void multiply(const unsigned char *vectors, int n_vectors, int &at, float (*sum)[4]) {
+    /* Multiply all stages of the next TILES tiles with so many vectors. FT_DEPTH - 1 stages are on their way always. */
+    template <bool ALL> __device__ void multiply(const unsigned char *vectors, int n_vectors, float (*sum)[4]) {
         const int g = lane / 4, t = lane % 4, block = 64 * n_vectors;
-        const unsigned char *codes = ring + 64 * t + (8 * g ^ t / 2 * 32), *scales = ring + FT_CODES + 2 * FT_HEAD * g;
-        const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + warp * (FT_FRAGMENTS * block);
+        const int codes = ft_codes_at(g, t), scales = ft_scales_at(g, t);
+        const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + warp * (FT_PIECES * block);
         for (int i = warp; i < STAGES; i += FT_WARPS) {
-            ft_wait_group<FT_DEPTH - 2>();
-            __syncwarp(); /* all lanes have what they copied, and are done with the slot that is copied to next */
+            ft_wait_slot<FT_DEPTH - 2>(barriers + 8 * full, turn);
+            const unsigned char *at = ring + SLOT * full;
+            turn ^= full == FT_DEPTH - 1;
+            full = full == FT_DEPTH - 1 ? 0 : full + 1;
+            __syncwarp(); /* all lanes are done with the slot that is copied to next */
             copy<ALL>();
-            uint4 x[FT_FRAGMENTS];
 #pragma unroll
-            for (int f = 0; f < FT_FRAGMENTS; f++) x[f] = *(const uint4 *)(vector + f * block);
+            for (int piece = 0; piece < FT_PIECES; piece++) {
+                const uint4 x = *(const uint4 *)(vector + piece * block);
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-                ft_stage(ft_tile{codes + at + tile * FT_STAGE, scales + at + tile * FT_STAGE, t}, x, sum[tile]);
-            vector += FT_WARPS * FT_FRAGMENTS * block;
-            at = at == RING - SLOT ? 0 : at + SLOT;
+                for (int tile = 0; tile < TILES; tile++)
+                    ft_piece(ft_tile{at + tile * FT_STAGE + codes, at + tile * FT_STAGE + scales}, piece, x, sum[tile]);
+            }
+            vector += FT_WARPS * FT_PIECES * block;
         }
     }
 };
@@ -285,13 +259,6 @@ template <typename X, int K> FT_DEVICE void ft_prepare(const X *x, unsigned char
     }
 }
 
-/* Ask for a block's share of memory that will be read soon. */
-FT_DEVICE void ft_read_ahead(const unsigned char *from, int bytes, int share, int shares) {
-    const int lines = (bytes + 127) / 128, each = (lines + shares - 1) / shares;
-    const int end = (share + 1) * each < lines ? (share + 1) * each : lines;
-    for (int line = share * each + threadIdx.x; line < end; line += FT_THREADS) ft_into_cache(from + 128 * line);
-}
-
 /* Units that are there. */
 FT_DEVICE int ft_count(const long long *address) {
     int n = 0;
@@ -303,11 +270,10 @@ FT_DEVICE int ft_count(const long long *address) {
 }
 
 /* Block (x, y) has a run of groups of TILES tiles of unit y, the longer the more units there are: with `blocks` blocks the
-   device is busy. n_rows: rows of activations that were prepared, of which route / k is the one of a route. columns:
-   vectors that fit into shared memory. ahead: bytes of down that the cache may be asked for. */
+   device is busy. n_rows: rows of activations that were prepared, of which route / k is a route's. columns: vectors that fit into shared memory. */
 template <bool GATE_UP, int TILES, int K, int N, int BYTES>
 FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long long *address, const int *route, float *out,
-                       unsigned int k, long long offset, int columns, int blocks, int ahead, float alpha, float limit) {
+                       unsigned int k, long long offset, int columns, int blocks, float alpha, float limit) {
     typedef ft_stages<TILES, K, BYTES> stages;
     enum {
         HALVES = GATE_UP ? 2 : 1,
@@ -320,6 +286,7 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
         ROUNDS = (VECTOR / 16 + FT_THREADS - 1) / FT_THREADS
     };
     FT_SHARED(shared);
+    __shared__ unsigned long long barriers[FT_WARPS * FT_DEPTH];
     __shared__ int rows[FT_COLUMNS], routes[FT_COLUMNS], exponents[FT_COLUMNS];
     ft_let_next_start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -334,6 +301,8 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
     const ft_globals globals = *(const ft_globals *)(record + (GATE_UP ? FT_GATE_UP_GLOBALS : FT_DOWN_GLOBALS));
     float *sums = (float *)(shared + FT_WARPS * stages::RING); /* [warp][tile][row][column] */
     unsigned char *vectors = (unsigned char *)(sums + FT_WARPS * TILES * FT_ROWS * FT_COLUMNS);
+    stages part;
+    part.template open<ALL>(shared, barriers);
     bool waited = false;
     unsigned int left = __ballot_sync(~0u, wanted >= 0);
     while (left) {
@@ -345,8 +314,7 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
                 rows[n] = next / k;
             }
         }
-        stages part;
-        part.start(tiles, n_tiles, shared);
+        part.start(tiles, n_tiles);
 #pragma unroll
         for (int i = 0; i < FT_DEPTH - 1; i++) part.template copy<ALL>();
         __syncthreads();
@@ -369,7 +337,6 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
             }
         }
         __syncthreads();
-        int slot = 0;
         for (int group = first; group < first + n_groups; group++) {
             const int row = threadIdx.x % ROWS, at = group * ROWS + row;
             float bias[2] = {0.0f, 0.0f}; /* asked for long before it is used */
@@ -381,9 +348,7 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
             float sum[TILES][4];
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) sum[tile][0] = sum[tile][1] = sum[tile][2] = sum[tile][3] = 0.0f;
-            part.template multiply<ALL>(vectors, n * FT_DIGITS, slot, sum);
-            if (GATE_UP && group == first + n_groups - 1 && ahead / n_units >= FT_DOWN_BYTES)
-                ft_read_ahead(record + FT_DOWN, FT_DOWN_BYTES, blockIdx.x, (GROUPS + run - 1) / run);
+            part.template multiply<ALL>(vectors, n * FT_DIGITS, sum);
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 float *to = sums + ((warp * TILES + tile) * FT_ROWS + lane / 4 * 2) * FT_COLUMNS + lane % 4 * 2;
@@ -391,7 +356,7 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
                 *(float2 *)(to + FT_COLUMNS) = make_float2(sum[tile][2], sum[tile][3]);
             }
             __syncthreads();
-            for (int column = threadIdx.x / ROWS; column < n && at < N; column += FT_THREADS / ROWS) {
+            for (int column = threadIdx.x / ROWS; column < n && at < N; column += (FT_THREADS + ROWS - 1) / ROWS) {
                 float value[2] = {0.0f, 0.0f};
 #pragma unroll
                 for (int half = 0; half < HALVES; half++) {
@@ -416,6 +381,7 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
 }
 
 extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_x(const FT_X *x, unsigned char *vectors) {
+    ft_wait_for_last(); /* gate_up reads units and records at once: they may come from what is before this */
     ft_let_next_start();
     ft_prepare<FT_X, FT_HIDDEN>(x, vectors);
 }
@@ -428,14 +394,14 @@ extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_h(const float *h,
 
 extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
 gate_up(const unsigned char *x, int n_rows, const long long *address, const int *route, float *out, unsigned int k,
-        long long offset, int columns, int blocks, int ahead, float alpha, float limit) {
+        long long offset, int columns, int blocks, float alpha, float limit) {
     ft_gemv<true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE>(x, n_rows, address, route, out, k, offset, columns, blocks,
-                                                                 ahead, alpha, limit);
+                                                                 alpha, limit);
 }
 
 extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
 down(const unsigned char *h, int n_rows, const long long *address, const int *route, float *out, long long offset,
      int columns, int blocks) {
     ft_gemv<false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE>(h, n_rows, address, route, out, 1, offset,
-                                                                               columns, blocks, 0, 0.0f, 0.0f);
+                                                                               columns, blocks, 0.0f, 0.0f);
 }

@@ -78,11 +78,7 @@ class CudaGemv:
         self._digits = _DIGITS if dtype == torch.float32 else 1
         self._k = 1  # a guess for `down` of how many routes a unit has; results do not depend on it
         self._blocks = ctypes.c_int(device.multiprocessors * shape.resident)
-        self._last = (
-            ctypes.c_int(device.cache_bytes // 2),
-            ctypes.c_float(activation.alpha),
-            ctypes.c_float(activation.limit),
-        )
+        self._numbers = ctypes.c_float(activation.alpha), ctypes.c_float(activation.limit)
         self._prepare_x, self._prepare_h, self._gate_up, self._down = device.compile(
             _source(layout, activation, dtype, shape), "prepare_x", "prepare_h", "gate_up", "down"
         )
@@ -102,7 +98,7 @@ class CudaGemv:
         _check(out, "out", self.layout.intermediate, torch.float32)
         self._k = k
         vectors = self._vectors(x)
-        self._prepare_x(x.data_ptr(), vectors.data_ptr(), blocks=len(x), threads=_LANES)
+        self._prepare_x(x.data_ptr(), vectors.data_ptr(), blocks=len(x), threads=_LANES, early=True)
         columns, shared = self._room(self.layout.hidden, len(x), 2)
         self._gate_up(
             vectors.data_ptr(),
@@ -114,7 +110,7 @@ class CudaGemv:
             ctypes.c_longlong(offset),
             ctypes.c_int(columns),
             self._blocks,
-            *self._last,
+            *self._numbers,
             blocks=(self.layout.gate_tiles, len(units.address)),
             threads=32 * self._shape.warps,
             shared=shared,
@@ -165,7 +161,7 @@ class CudaGemv:
 
 def _stage(fmt: Format) -> tuple[int, int]:
     """Weights of a row and bytes of a stage, as tile_<name>.cuh has it."""
-    width = 64 if fmt.bits == 4 else 32
+    width = 64 if fmt.bits == 16 else 128
     return width, TILE_ROWS * (width * fmt.bits // 8 + fmt.n_blocks(width) * fmt.scale_bytes)
 
 
@@ -176,7 +172,6 @@ def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, sh
         "INTERMEDIATE": layout.intermediate,
         "HIDDEN_TILE": layout.format.tile_bytes(layout.hidden),
         "INTERMEDIATE_TILE": layout.format.tile_bytes(layout.intermediate),
-        "DOWN_BYTES": layout.sections["down"][1],
         "LANES": _LANES,
         "HAS_BIAS": int(layout.bias),
         "ACTIVATION": _ACTIVATIONS.index(activation.kind),

@@ -24,7 +24,6 @@ class TwinDevice:
     name = "a twin"
     architecture = "sm_80"
     multiprocessors = 2
-    cache_bytes = 1 << 20
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -13,17 +13,58 @@ FT_DEVICE ft_address ft_address_of(const void *shared) {
     return address;
 }
 
-/* Copy 16 bytes to shared memory without waiting, or 16 zeros if they are not there. */
-FT_DEVICE void ft_copy16(ft_address to, const void *from, bool there) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+/* Runs of bytes, multiples of 16, that a warp copies to shared memory without waiting, some runs to a slot of its ring. sm_90
+   has an engine for it, which counts the bytes that arrive at the slot's barrier; elsewhere each lane copies its share, and
+   what was begun since the last slot is a group. */
+#if __CUDA_ARCH__ >= 900
+FT_DEVICE void ft_open_slot(ft_address barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
 }
 
-/* What was copied since the last one is a group. */
-FT_DEVICE void ft_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/* After ft_open_slot, and after ordinary stores to what will be copied to. */
+FT_DEVICE void ft_opened() {
+    asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+}
 
-/* Until all but the last N groups of this thread are there. */
-template <int N> FT_DEVICE void ft_wait_group() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+/* So many bytes will come to a slot; then each run of them. */
+FT_DEVICE void ft_expect(int bytes, ft_address barrier, int lane) {
+    if (lane == 0)
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+FT_DEVICE void ft_copy(ft_address to, const void *from, int bytes, ft_address barrier, int lane) {
+    if (lane == 0)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+FT_DEVICE void ft_end_slot() {}
+
+/* Until a slot is full for the time whose last bit is `turn`; all slots but the last N were begun before it. */
+template <int N> FT_DEVICE void ft_wait_slot(ft_address barrier, unsigned int turn) {
+    asm volatile("{\n\t.reg .pred full;\n\t"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 full, [%0], %1;\n\t"
+                 "@!full bra again;\n\t}" :: "r"(barrier), "r"(turn) : "memory");
+}
+#else
+FT_DEVICE void ft_open_slot(ft_address) {}
+FT_DEVICE void ft_opened() {}
+FT_DEVICE void ft_expect(int, ft_address, int) {}
+
+FT_DEVICE void ft_copy(ft_address to, const void *from, int bytes, ft_address, int lane) {
+    for (int at = 16 * lane; at < bytes; at += 512)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
+                     :: "r"(to + at), "l"((const char *)from + at) : "memory");
+}
+
+FT_DEVICE void ft_end_slot() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int N> FT_DEVICE void ft_wait_slot(ft_address, unsigned int) {
+    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+    __syncwarp();
+}
+#endif
 
 /* The next kernel of the stream may start, if it was launched so as to; its ft_wait_for_last still waits for this one. */
 FT_DEVICE void ft_let_next_start() {

@@ -1,12 +1,16 @@
 /* A GEMV over slots: for each unit, one expert's record and up to 8 routes that use it, gate, up and activation, or down.
 
-   A block of FT_WARPS warps takes a few tiles of one unit (gate_up: one of gate and one of up) and reads each byte of
-   them once, whatever the number of routes: tensor cores multiply 16 rows by 8 vectors. Warps take turns at the stages of
-   the tiles; each has a ring of FT_DEPTH stages in shared memory and copies ahead of what it multiplies, so many bytes are
-   on their way with few threads. The sums of the warps meet in the end, in a fixed order.
+   prepare_x, prepare_h: rows of activations become vectors in the order of the tiles, as fp16 under a power of two for each
+   (bf16 for bf16 weights), so that any magnitude keeps its bits. fp32 models have each number as three digits in three
+   vectors, which hold all of it.
 
-   Vectors lie in shared memory in the stages' order, as fp16 under a power of two for each (bf16 for bf16 weights), so
-   that any magnitude keeps its bits. fp32 models have each number as three digits in three vectors, which hold all of it.
+   gate_up, down: a block of FT_WARPS warps takes a few tiles of one unit (gate_up: one of gate and one of up) and reads
+   each byte of them once, whatever the number of routes: tensor cores multiply 16 rows by 8 vectors. Warps take turns at
+   the stages of the tiles; each has a ring of FT_DEPTH stages in shared memory and copies ahead of what it multiplies, so
+   many bytes are on their way with few threads. The sums of the warps meet in the end, in a fixed order.
+
+   Where devices have it (sm_90), each kernel starts before the one before it has ended and begins with what does not
+   depend on that: down reads its first weights while gate_up runs.
 
    Before this stand, as constants: HIDDEN, INTERMEDIATE, the bytes of their tiles and the record's offsets (gemv_cuda.py);
    device.cuh, tile.cuh and a format's tile_<name>.cuh. */
@@ -14,11 +18,8 @@ enum {
     FT_ROWS = 16,
     FT_COLUMNS = 8,
     FT_THREADS = 32 * FT_WARPS,
-    FT_CHUNKS = FT_BLOCKS * (FT_HEAD + FT_BODY),
-    FT_STAGE = 16 * FT_CHUNKS,
-    FT_CODES = 16 * FT_BLOCKS * FT_BODY,
-    FT_STAGE_K = FT_CODES / FT_ROWS * 8 / FT_BITS,
-    FT_FRAGMENTS = FT_STAGE_K / 32
+    FT_STAGE_K = 32 * FT_PIECES,
+    FT_DIGITS = FT_EXACT ? 3 : 1
 };
 
 struct ft_f16 {
@@ -60,9 +61,9 @@ template <typename X, int K> FT_DEVICE void ft_values(const ft_eight<X> &from, i
     for (int i = 0; i < 8; i++) values[i] = k + i < K ? ft_value(from.items[i]) : 0.0f;
 }
 
-/* Put 8 values from k on where the lanes that multiply them read: 16 bytes for each t of 32 weights. */
-FT_DEVICE void ft_place(unsigned char *vector, int stride, int k, const float *v) {
-    unsigned char *to = vector + k / 32 * stride;
+/* Put 8 values from k on into a vector, in the order in which lanes read it: 16 bytes for each t of 32 weights. */
+FT_DEVICE void ft_place(unsigned char *vector, int k, const float *v) {
+    unsigned char *to = vector + k / 32 * 64;
     if (FT_BITS == 4) { /* line t has 8 weights, codes i and i + 4 are a pair */
         *(uint4 *)(to + k % 32 * 2) =
             make_uint4(ft_narrow(v[0], v[4]), ft_narrow(v[1], v[5]), ft_narrow(v[2], v[6]), ft_narrow(v[3], v[7]));
@@ -76,22 +77,22 @@ FT_DEVICE void ft_place(unsigned char *vector, int stride, int k, const float *v
     }
 }
 
-/* Digits of 8 values in as many vectors, each 2^-11 (bf16: 2^-8) of the last; what is left goes into the next. */
-template <int DIGITS> FT_DEVICE void ft_place_digits(unsigned char *vector, int stride, int k, float *v) {
+/* Digits of 8 values in vectors of so many bytes, each digit 2^-11 (bf16: 2^-8) of the last; what is left goes into the next. */
+FT_DEVICE void ft_place_digits(unsigned char *vector, int bytes, int k, float *v) {
 #pragma unroll
-    for (int d = 0; d < DIGITS; d++) {
-        ft_place(vector + 64 * d, stride, k, v);
-        if (d + 1 < DIGITS)
+    for (int d = 0; d < FT_DIGITS; d++) {
+        ft_place(vector + d * bytes, k, v);
+        if (d + 1 < FT_DIGITS)
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 v[i] = (v[i] - ft_widen(ft_narrow(v[i], 0.0f))) * (FT_SCALED ? 2048.0f : 256.0f);
     }
 }
 
-template <int DIGITS> FT_DEVICE float ft_join_digits(const float *sums) {
+FT_DEVICE float ft_join_digits(const float *sums) {
     float sum = 0.0f;
 #pragma unroll
-    for (int d = DIGITS - 1; d >= 0; d--) sum = sums[d] + sum * (FT_SCALED ? 1.0f / 2048.0f : 1.0f / 256.0f);
+    for (int d = FT_DIGITS - 1; d >= 0; d--) sum = sums[d] + sum * (FT_SCALED ? 1.0f / 2048.0f : 1.0f / 256.0f);
     return sum;
 }
 
@@ -130,184 +131,133 @@ FT_DEVICE float ft_scale_all(float x, float factor, int mode) {
 template <int TILES, int K, int BYTES> struct ft_stages {
     enum {
         STAGES = (K + FT_STAGE_K - 1) / FT_STAGE_K,
-        ROUNDS = FT_CHUNKS / 32,
-        REST = FT_CHUNKS % 32,
+        LAST = BYTES - (STAGES - 1) * FT_STAGE, /* bytes of the last stage */
         SLOT = TILES * FT_STAGE,
-        RING = FT_DEPTH * SLOT,
-        STEP = 16 * (FT_BLOCKS * (FT_HEAD + FT_PARTS * FT_BODY)) * FT_WARPS / FT_PARTS
+        RING = FT_DEPTH * SLOT
     };
-    static_assert(FT_WARPS % FT_PARTS == 0, "all stages of a warp are the same part of a block");
 
     const unsigned char *tiles, *ring; /* the tiles that are copied next */
-    ft_address target, target_of_rest; /* of this lane's first chunk of a tile, and of the one beyond whole rounds */
-    int source, source_of_rest, rest;  /* where they come from in a tile; whose the latter is */
-    int stage, slot;                   /* what is copied next, and to which offset in the ring */
-    int n_tiles;                       /* from there on to the last one of this block */
+    ft_address slots, barriers;
+    int stage, slot;  /* what is copied next, and to where in the ring */
+    int n_tiles;      /* from there on to the last one of this block */
     int warp, lane;
+    int full;         /* the slot that is multiplied next */
+    unsigned int turn; /* how often that was full before, its last bit */
 
-    /* Where a chunk of a stage is in its tile. */
-    FT_DEVICE int place_in_tile(int stage, int chunk) {
-        if (FT_PARTS == 1) return stage * FT_STAGE + 16 * chunk;
-        const int part = chunk < FT_HEAD ? 0 : stage % FT_PARTS * (16 * FT_BODY);
-        return stage / FT_PARTS * 16 * (FT_HEAD + FT_PARTS * FT_BODY) + 16 * chunk + part;
-    }
-
-    /* Where it is in a slot: codes first, then scales. Halves of lines 2 and 3 of four are exchanged, or lanes that read
-       at once would meet in a bank. */
-    FT_DEVICE int place_in_slot(int chunk) {
-        const int block = chunk / (FT_HEAD + FT_BODY), at = chunk % (FT_HEAD + FT_BODY) - FT_HEAD;
-        const int code = block * FT_BODY + at;
-        return 16 * (at < 0 ? FT_CODES / 16 + FT_HEAD * (block + 1) + at : code ^ (code >> 3 & 1) << 1);
-    }
-
-    __device__ void start(const unsigned char *first, int n, unsigned char *to) {
-        tiles = first;
+    /* Once in a kernel. What a short last stage leaves as it was is multiplied with zeros, and must be numbers. */
+    template <bool ALL> __device__ void open(unsigned char *to, unsigned long long *all_barriers) {
         warp = threadIdx.x / 32;
         lane = threadIdx.x % 32;
-        n_tiles = warp < STAGES ? n : 0;
         ring = to + warp * RING;
-        slot = 0;
-        const int chunk = 32 * ROUNDS + lane % (REST ? REST : 1);
-        rest = lane / (REST ? REST : 1);
-        target = ft_address_of(ring) + place_in_slot(lane);
-        target_of_rest = ft_address_of(ring) + rest * FT_STAGE + place_in_slot(chunk);
-        rewind();
+        slots = ft_address_of(ring);
+        barriers = ft_address_of(all_barriers + warp * FT_DEPTH);
+        slot = full = 0;
+        turn = 0;
+        if (LAST != FT_STAGE || !ALL)
+            for (int i = 16 * lane; i < RING; i += 512) *(uint4 *)(to + warp * RING + i) = make_uint4(0, 0, 0, 0);
+        if (lane < FT_DEPTH) ft_open_slot(barriers + 8 * lane);
+        ft_opened();
     }
 
-    __device__ void rewind() {
+    __device__ void start(const unsigned char *first, int n) {
+        tiles = first;
         stage = warp;
-        source = place_in_tile(warp, lane);
-        source_of_rest = place_in_tile(warp, 32 * ROUNDS + lane % (REST ? REST : 1));
+        n_tiles = warp < STAGES ? n : 0;
     }
 
-    /* Start to copy the next stage. A group ends here even if there is none. */
+    /* Start to copy the next stage, if there is one. */
     template <bool ALL> __device__ void copy() {
         if (n_tiles > 0) {
+            const int bytes = LAST == FT_STAGE || stage < STAGES - 1 ? FT_STAGE : LAST;
+            const int n = ALL || n_tiles >= TILES ? TILES : n_tiles;
+            const ft_address barrier = barriers + 8 * slot, to = slots + SLOT * slot;
+            ft_expect(n * bytes, barrier, lane);
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-                for (int round = 0; round < ROUNDS; round++) {
-                    /* 32 chunks of codes further on in the tile and in the slot */
-                    const int at = source + 512 * round;
-                    const bool there = (ALL || tile < n_tiles) && (K % FT_STAGE_K == 0 || at < BYTES);
-                    ft_copy16(target + slot + tile * FT_STAGE + 512 * round, tiles + (there ? tile * BYTES + at : 0), there);
-                }
-            if (REST > 0 && rest < TILES) {
-                const bool there = (ALL || rest < n_tiles) && (K % FT_STAGE_K == 0 || source_of_rest < BYTES);
-                ft_copy16(target_of_rest + slot, tiles + (there ? rest * BYTES + source_of_rest : 0), there);
+                if (ALL || tile < n)
+                    ft_copy(to + tile * FT_STAGE, tiles + tile * BYTES + stage * FT_STAGE, bytes, barrier, lane);
+            slot = slot == FT_DEPTH - 1 ? 0 : slot + 1;
+            stage += FT_WARPS;
+            if (stage >= STAGES) {
+                tiles += TILES * BYTES;
+                n_tiles -= TILES;
+                stage = warp;
             }
         }
-        ft_end_group();
-        stage += FT_WARPS;
-        source += STEP;
-        source_of_rest += STEP;
-        if (stage >= STAGES) {
-            tiles += TILES * BYTES;
-            n_tiles -= TILES;
-            rewind();
-        }
-        slot = slot == RING - SLOT ? 0 : slot + SLOT;
+        ft_end_slot();
     }
 
-    /* Multiply all stages of the next TILES tiles with so many vectors. FT_DEPTH - 1 stages are on their way always; `at`
-       is the slot of the first of them. */
-    template <bool ALL>
-    __device__ void multiply(const unsigned char *vectors, int n_vectors, int &at, float (*sum)[4]) {
+    /* Multiply all stages of the next TILES tiles with so many vectors. FT_DEPTH - 1 stages are on their way always. */
+    template <bool ALL> __device__ void multiply(const unsigned char *vectors, int n_vectors, float (*sum)[4]) {
         const int g = lane / 4, t = lane % 4, block = 64 * n_vectors;
-        const unsigned char *codes = ring + 64 * t + (8 * g ^ t / 2 * 32), *scales = ring + FT_CODES + 2 * FT_HEAD * g;
-        const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + warp * (FT_FRAGMENTS * block);
+        const int codes = ft_codes_at(g, t), scales = ft_scales_at(g, t);
+        const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + warp * (FT_PIECES * block);
         for (int i = warp; i < STAGES; i += FT_WARPS) {
-            ft_wait_group<FT_DEPTH - 2>();
-            __syncwarp(); /* all lanes have what they copied, and are done with the slot that is copied to next */
+            ft_wait_slot<FT_DEPTH - 2>(barriers + 8 * full, turn);
+            const unsigned char *at = ring + SLOT * full;
+            turn ^= full == FT_DEPTH - 1;
+            full = full == FT_DEPTH - 1 ? 0 : full + 1;
+            __syncwarp(); /* all lanes are done with the slot that is copied to next */
             copy<ALL>();
-            uint4 x[FT_FRAGMENTS];
 #pragma unroll
-            for (int f = 0; f < FT_FRAGMENTS; f++) x[f] = *(const uint4 *)(vector + f * block);
+            for (int piece = 0; piece < FT_PIECES; piece++) {
+                const uint4 x = *(const uint4 *)(vector + piece * block);
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-                ft_stage(ft_tile{codes + at + tile * FT_STAGE, scales + at + tile * FT_STAGE, t}, x, sum[tile]);
-            vector += FT_WARPS * FT_FRAGMENTS * block;
-            at = at == RING - SLOT ? 0 : at + SLOT;
+                for (int tile = 0; tile < TILES; tile++)
+                    ft_piece(ft_tile{at + tile * FT_STAGE + codes, at + tile * FT_STAGE + scales}, piece, x, sum[tile]);
+            }
+            vector += FT_WARPS * FT_PIECES * block;
         }
     }
 };
 
-/* Vectors from the rows of x that routes want: route / k, or the routes themselves with k = 1. Twice over x, first for the
-   largest magnitudes; each time many loads are on their way before one is used. */
-template <typename X, int K, int DIGITS> struct ft_rows {
-    enum {
-        ROUNDS = ((K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K + 8 * FT_THREADS - 1) / (8 * FT_THREADS),
-        ROUNDS_AT_ONCE = ROUNDS < 3 ? ROUNDS : 3,
-        COLUMNS_AT_ONCE = sizeof(X) == 2 ? 2 : 1
-    };
-    const X *x;
-    const int *routes;
-    unsigned int k;
-    int n;
+/* Weights of a row, with those that fill its last stage. */
+template <int K> struct ft_padded {
+    enum { WIDTH = (K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K, BYTES = 2 * WIDTH };
+};
 
-    template <typename Use> __device__ void each(Use use) const {
-        const bool aligned = ((unsigned long long)x & 15) == 0;
-        for (int first = 0; first < n; first += COLUMNS_AT_ONCE)
-            for (int round = 0; round < ROUNDS; round += ROUNDS_AT_ONCE) {
-                const int at = 8 * (round * FT_THREADS + (int)threadIdx.x);
-                ft_eight<X> read[COLUMNS_AT_ONCE][ROUNDS_AT_ONCE];
+/* One row of x for each block: its vectors, and the exponents of their powers of two behind the vectors of all rows. */
+template <typename X, int K> FT_DEVICE void ft_prepare(const X *x, unsigned char *vectors) {
+    enum { WIDTH = ft_padded<K>::WIDTH, BYTES = ft_padded<K>::BYTES, ROUNDS = (WIDTH + 8 * FT_LANES - 1) / (8 * FT_LANES) };
+    __shared__ float tops[FT_LANES / 32];
+    const X *row = x + (long long)blockIdx.x * K;
+    const bool aligned = ((unsigned long long)x & 15) == 0;
+    unsigned char *to = vectors + (long long)blockIdx.x * (FT_DIGITS * BYTES);
+    ft_eight<X> read[ROUNDS];
 #pragma unroll
-                for (int c = 0; c < COLUMNS_AT_ONCE; c++)
-                    if (first + c < n) {
-                        const X *row = x + (long long)(routes[first + c] / k) * K;
+    for (int r = 0; r < ROUNDS; r++) ft_load<X, K>(row, 8 * (FT_LANES * r + threadIdx.x), aligned, read[r]);
+    float factor = 1.0f;
+    if (FT_SCALED) {
+        float top = 0.0f;
 #pragma unroll
-                        for (int r = 0; r < ROUNDS_AT_ONCE; r++)
-                            ft_load<X, K>(row, at + 8 * FT_THREADS * r, aligned, read[c][r]);
-                    }
+        for (int r = 0; r < ROUNDS; r++) {
+            float v[8];
+            ft_values<X, K>(read[r], 8 * (FT_LANES * r + threadIdx.x), v);
 #pragma unroll
-                for (int c = 0; c < COLUMNS_AT_ONCE; c++)
-                    if (first + c < n) {
-                        float v[ROUNDS_AT_ONCE][8];
-#pragma unroll
-                        for (int r = 0; r < ROUNDS_AT_ONCE; r++)
-                            ft_values<X, K>(read[c][r], at + 8 * FT_THREADS * r, v[r]);
-                        use(first + c, round, at, v);
-                    }
-            }
-    }
-
-    __device__ void prepare(unsigned char *vectors, int *exponents, float (*tops)[FT_WARPS]) const {
-        if (FT_SCALED) {
-            each([&](int c, int round, int at, float (*v)[8]) {
-                float top = 0.0f;
-#pragma unroll
-                for (int r = 0; r < ROUNDS_AT_ONCE; r++)
-#pragma unroll
-                    for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[r][i]));
-#pragma unroll
-                for (int lanes = 16; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
-                float *to = &tops[c][threadIdx.x / 32];
-                if (threadIdx.x % 32 == 0) *to = round ? fmaxf(*to, top) : top;
-            });
-            __syncthreads();
+            for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[i]));
         }
-        each([&](int c, int round, int at, float (*v)[8]) {
-            float factor = 1.0f;
-            if (FT_SCALED) {
-                float top = tops[c][0];
 #pragma unroll
-                for (int w = 1; w < FT_WARPS; w++) top = fmaxf(top, tops[c][w]);
-                const int exponent = ft_exponent(top);
-                factor = ft_power(FT_TOP - exponent);
-                if (threadIdx.x == 0) exponents[c] = exponent - FT_TOP - FT_WEIGHTS;
-            }
-#pragma unroll
-            for (int r = 0; r < ROUNDS_AT_ONCE; r++) {
-                const int from = at + 8 * FT_THREADS * r;
-                if (from >= (K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K) break;
-#pragma unroll
-                for (int i = 0; i < 8; i++) v[r][i] *= factor;
-                ft_place_digits<DIGITS>(vectors + 64 * DIGITS * c, 64 * DIGITS * n, from, v[r]);
-            }
-        });
+        for (int lanes = 16; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
+        if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
         __syncthreads();
+#pragma unroll
+        for (int w = 0; w < FT_LANES / 32; w++) top = fmaxf(top, tops[w]);
+        const int exponent = ft_exponent(top);
+        factor = ft_power(FT_TOP - exponent);
+        int *exponents = (int *)(vectors + (long long)gridDim.x * (FT_DIGITS * BYTES));
+        if (threadIdx.x == 0) exponents[blockIdx.x] = exponent - FT_TOP - FT_WEIGHTS;
     }
-};
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {
+        const int k = 8 * (FT_LANES * r + threadIdx.x);
+        if (k >= WIDTH) break;
+        float v[8];
+        ft_values<X, K>(read[r], k, v);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] *= factor;
+        ft_place_digits(to, BYTES, k, v);
+    }
+}
 
 /* Units that are there. */
 FT_DEVICE int ft_count(const long long *address) {
@@ -320,28 +270,29 @@ FT_DEVICE int ft_count(const long long *address) {
 }
 
 /* Block (x, y) has a run of groups of TILES tiles of unit y, the longer the more units there are: with `blocks` blocks the
-   device is busy, and more would only prepare the same vectors again. `columns` vectors fit into shared memory. */
-template <typename X, bool GATE_UP, int TILES, int K, int N, int BYTES>
-FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, float *out, unsigned int k,
-                       long long offset, int columns, int blocks, float alpha, float limit) {
+   device is busy. n_rows: rows of activations that were prepared, of which route / k is a route's. columns: vectors that fit into shared memory. */
+template <bool GATE_UP, int TILES, int K, int N, int BYTES>
+FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long long *address, const int *route, float *out,
+                       unsigned int k, long long offset, int columns, int blocks, float alpha, float limit) {
     typedef ft_stages<TILES, K, BYTES> stages;
     enum {
-        DIGITS = FT_EXACT ? 3 : 1,
         HALVES = GATE_UP ? 2 : 1,
         ROWS = FT_ROWS * TILES / HALVES, /* of a group */
         TILES_OF_ROWS = (N + FT_ROWS - 1) / FT_ROWS,
         COUNT = HALVES * TILES_OF_ROWS,
         GROUPS = (COUNT + TILES - 1) / TILES,
-        ALL = COUNT % TILES == 0
+        ALL = COUNT % TILES == 0,
+        VECTOR = ft_padded<K>::BYTES,
+        ROUNDS = (VECTOR / 16 + FT_THREADS - 1) / FT_THREADS
     };
     FT_SHARED(shared);
-    __shared__ int routes[FT_COLUMNS], exponents[FT_COLUMNS];
-    __shared__ float tops[FT_COLUMNS][FT_WARPS];
-    if (GATE_UP) ft_let_next_start();
+    __shared__ unsigned long long barriers[FT_WARPS * FT_DEPTH];
+    __shared__ int rows[FT_COLUMNS], routes[FT_COLUMNS], exponents[FT_COLUMNS];
+    ft_let_next_start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const long long unit = address[blockIdx.y];
     const int wanted = lane < FT_COLUMNS ? route[blockIdx.y * FT_COLUMNS + lane] : -1;
-    const int run = ft_count(address) * GROUPS / blocks + 1, first = blockIdx.x * run;
+    const int n_units = ft_count(address), run = n_units * GROUPS / blocks + 1, first = blockIdx.x * run;
     if (unit == 0 || first >= GROUPS) return;
     const int n_groups = GROUPS - first < run ? GROUPS - first : run;
     const unsigned char *record = (const unsigned char *)unit + offset;
@@ -350,23 +301,42 @@ FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, f
     const ft_globals globals = *(const ft_globals *)(record + (GATE_UP ? FT_GATE_UP_GLOBALS : FT_DOWN_GLOBALS));
     float *sums = (float *)(shared + FT_WARPS * stages::RING); /* [warp][tile][row][column] */
     unsigned char *vectors = (unsigned char *)(sums + FT_WARPS * TILES * FT_ROWS * FT_COLUMNS);
-    bool started = false;
+    stages part;
+    part.template open<ALL>(shared, barriers);
+    bool waited = false;
     unsigned int left = __ballot_sync(~0u, wanted >= 0);
     while (left) {
         int n = 0; /* routes of this pass */
-        for (; left && n < columns / DIGITS; n++, left &= left - 1) {
+        for (; left && n < columns / FT_DIGITS; n++, left &= left - 1) {
             const int next = __shfl_sync(~0u, wanted, __ffs(left) - 1);
-            if (threadIdx.x == 0) routes[n] = next;
+            if (threadIdx.x == 0) {
+                routes[n] = next;
+                rows[n] = next / k;
+            }
         }
-        stages part;
-        part.start(tiles, n_tiles, shared);
+        part.start(tiles, n_tiles);
 #pragma unroll
         for (int i = 0; i < FT_DEPTH - 1; i++) part.template copy<ALL>();
-        if (!GATE_UP && !started) ft_wait_for_last();
-        started = true;
         __syncthreads();
-        ft_rows<X, K, DIGITS>{x, routes, k, n}.prepare(vectors, exponents, tops);
-        int slot = 0;
+        if (!waited) ft_wait_for_last();
+        waited = true;
+        if (FT_SCALED && threadIdx.x < n)
+            exponents[threadIdx.x] = ((const int *)(prepared + (long long)n_rows * (FT_DIGITS * VECTOR)))[rows[threadIdx.x]];
+        for (int c = 0; c < n * FT_DIGITS; c++) {
+            const unsigned char *from = prepared + ((long long)rows[c / FT_DIGITS] * FT_DIGITS + c % FT_DIGITS) * VECTOR;
+            uint4 read[ROUNDS];
+#pragma unroll
+            for (int r = 0; r < ROUNDS; r++) {
+                const int i = FT_THREADS * r + threadIdx.x;
+                if (i < VECTOR / 16) read[r] = *(const uint4 *)(from + 16 * i);
+            }
+#pragma unroll
+            for (int r = 0; r < ROUNDS; r++) {
+                const int i = FT_THREADS * r + threadIdx.x;
+                if (i < VECTOR / 16) *(uint4 *)(vectors + i / 4 * (64 * FT_DIGITS * n) + 64 * c + i % 4 * 16) = read[r];
+            }
+        }
+        __syncthreads();
         for (int group = first; group < first + n_groups; group++) {
             const int row = threadIdx.x % ROWS, at = group * ROWS + row;
             float bias[2] = {0.0f, 0.0f}; /* asked for long before it is used */
@@ -378,7 +348,7 @@ FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, f
             float sum[TILES][4];
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) sum[tile][0] = sum[tile][1] = sum[tile][2] = sum[tile][3] = 0.0f;
-            part.template multiply<ALL>(vectors, n * DIGITS, slot, sum);
+            part.template multiply<ALL>(vectors, n * FT_DIGITS, sum);
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 float *to = sums + ((warp * TILES + tile) * FT_ROWS + lane / 4 * 2) * FT_COLUMNS + lane % 4 * 2;
@@ -386,19 +356,19 @@ FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, f
                 *(float2 *)(to + FT_COLUMNS) = make_float2(sum[tile][2], sum[tile][3]);
             }
             __syncthreads();
-            for (int column = threadIdx.x / ROWS; column < n && at < N; column += FT_THREADS / ROWS) {
+            for (int column = threadIdx.x / ROWS; column < n && at < N; column += (FT_THREADS + ROWS - 1) / ROWS) {
                 float value[2] = {0.0f, 0.0f};
 #pragma unroll
                 for (int half = 0; half < HALVES; half++) {
-                    float digits[DIGITS];
+                    float digits[FT_DIGITS];
 #pragma unroll
-                    for (int d = 0; d < DIGITS; d++) {
-                        const float *from = sums + (half * FT_ROWS + row) * FT_COLUMNS + column * DIGITS + d;
+                    for (int d = 0; d < FT_DIGITS; d++) {
+                        const float *from = sums + (half * FT_ROWS + row) * FT_COLUMNS + column * FT_DIGITS + d;
                         digits[d] = from[0];
 #pragma unroll
                         for (int w = 1; w < FT_WARPS; w++) digits[d] += from[w * TILES * FT_ROWS * FT_COLUMNS];
                     }
-                    float whole = ft_join_digits<DIGITS>(digits);
+                    float whole = ft_join_digits(digits);
                     if (FT_SCALED) whole = ft_times_power(whole, exponents[column]);
                     value[half] = ft_scale_all(whole, half ? globals.second : globals.first, globals.mode) + bias[half];
                 }
@@ -410,15 +380,28 @@ FT_DEVICE void ft_gemv(const X *x, const long long *address, const int *route, f
     }
 }
 
-extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
-gate_up(const FT_X *x, const long long *address, const int *route, float *out, unsigned int k, long long offset,
-        int columns, int blocks, float alpha, float limit) {
-    ft_gemv<FT_X, true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE>(x, address, route, out, k, offset, columns, blocks,
-                                                                       alpha, limit);
+extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_x(const FT_X *x, unsigned char *vectors) {
+    ft_wait_for_last(); /* gate_up reads units and records at once: they may come from what is before this */
+    ft_let_next_start();
+    ft_prepare<FT_X, FT_HIDDEN>(x, vectors);
+}
+
+extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_h(const float *h, unsigned char *vectors) {
+    ft_let_next_start();
+    ft_wait_for_last();
+    ft_prepare<float, FT_INTERMEDIATE>(h, vectors);
 }
 
 extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
-down(const float *h, const long long *address, const int *route, float *out, long long offset, int columns, int blocks) {
-    ft_gemv<float, false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE>(h, address, route, out, 1, offset,
-                                                                                     columns, blocks, 0.0f, 0.0f);
+gate_up(const unsigned char *x, int n_rows, const long long *address, const int *route, float *out, unsigned int k,
+        long long offset, int columns, int blocks, float alpha, float limit) {
+    ft_gemv<true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE>(x, n_rows, address, route, out, k, offset, columns, blocks,
+                                                                 alpha, limit);
+}
+
+extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
+down(const unsigned char *h, int n_rows, const long long *address, const int *route, float *out, long long offset,
+     int columns, int blocks) {
+    ft_gemv<false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE>(h, n_rows, address, route, out, 1, offset,
+                                                                               columns, blocks, 0.0f, 0.0f);
 }

@@ -26,6 +26,8 @@ _DIGITS = 3
 
 _VECTOR_ROOM = 24 << 10
 """Bytes of shared memory for vectors. Routes that do not fit are multiplied in turn, by weights from the cache."""
+_LANES = 256
+"""Threads that prepare a row."""
 _SUMS = TILE_ROWS * COLUMNS * 4
 """Bytes of a warp's sums of a tile."""
 _LEAST = "sm_80"
@@ -73,10 +75,13 @@ class CudaGemv:
             )
         self.layout, self.dtype = layout, dtype
         self._shape = shape
-        self._numbers = ctypes.c_float(activation.alpha), ctypes.c_float(activation.limit)
-        self._blocks = ctypes.c_int(device.multiprocessors * shape.resident)
+        self._digits = _DIGITS if dtype == torch.float32 else 1
         self._k = 1  # a guess for `down` of how many routes a unit has; results do not depend on it
-        self._gate_up, self._down = device.compile(_source(layout, activation, dtype, shape), "gate_up", "down")
+        self._blocks = ctypes.c_int(device.multiprocessors * shape.resident)
+        self._numbers = ctypes.c_float(activation.alpha), ctypes.c_float(activation.limit)
+        self._prepare_x, self._prepare_h, self._gate_up, self._down = device.compile(
+            _source(layout, activation, dtype, shape), "prepare_x", "prepare_h", "gate_up", "down"
+        )
 
     @staticmethod
     def runs_on(device: CudaDevice) -> bool:
@@ -92,9 +97,12 @@ class CudaGemv:
         _check(x, "x", self.layout.hidden, self.dtype)
         _check(out, "out", self.layout.intermediate, torch.float32)
         self._k = k
+        vectors = self._vectors(x)
+        self._prepare_x(x.data_ptr(), vectors.data_ptr(), blocks=len(x), threads=_LANES, early=True)
         columns, shared = self._room(self.layout.hidden, len(x), 2)
         self._gate_up(
-            x.data_ptr(),
+            vectors.data_ptr(),
+            ctypes.c_int(len(x)),
             units.address.data_ptr(),
             units.route.data_ptr(),
             out.data_ptr(),
@@ -106,19 +114,23 @@ class CudaGemv:
             blocks=(self.layout.gate_tiles, len(units.address)),
             threads=32 * self._shape.warps,
             shared=shared,
+            early=True,
         )
 
     def down(self, h: torch.Tensor, units: Units, out: torch.Tensor, offset: int = 0) -> None:
         """Write the output of each route of `units` to its row of `out`: bias and global applied, unweighted.
 
-        h: (B * k, I) float32, as `gate_up` wrote it. out: (B * k, H) float32. The kernel starts before what comes before it
-        in the stream has ended, and reads records at once, `h` later: `units` and their records are from before that.
+        h: (B * k, I) float32, as `gate_up` wrote it. out: (B * k, H) float32. Records are read while what comes before this
+        in the stream still runs: they and `units` are from before that.
         """
         _check(h, "h", self.layout.intermediate, torch.float32)
         _check(out, "out", self.layout.hidden, torch.float32)
+        vectors = self._vectors(h)
+        self._prepare_h(h.data_ptr(), vectors.data_ptr(), blocks=len(h), threads=_LANES, early=True)
         columns, shared = self._room(self.layout.intermediate, len(h) // self._k, self._shape.tiles)
         self._down(
-            h.data_ptr(),
+            vectors.data_ptr(),
+            ctypes.c_int(len(h)),
             units.address.data_ptr(),
             units.route.data_ptr(),
             out.data_ptr(),
@@ -131,20 +143,25 @@ class CudaGemv:
             early=True,
         )
 
+    def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
+        """Room for what is prepared of rows: vectors, then a word for each row. The stream's order keeps it."""
+        return rows.new_empty(len(rows) * (self._digits * self._vector_bytes(rows.shape[1]) + 4), dtype=torch.uint8)
+
+    def _vector_bytes(self, k: int) -> int:
+        width = _stage(self.layout.format)[0]
+        return -(-k // width) * width * 2
+
     def _room(self, k: int, tokens: int, tiles: int) -> tuple[int, int]:
         """How many vectors of k values are multiplied at once, and the bytes of shared memory for them and the rings."""
-        width, stage = _stage(self.layout.format)
-        vector = -(-k // width) * width * 2
-        digits = _DIGITS if self.dtype == torch.float32 else 1
-        routes = max(1, min(tokens, COLUMNS // digits, _VECTOR_ROOM // (vector * digits)))
-        return routes * digits, routes * digits * vector + self._shape.warps * tiles * (
-            self._shape.depth * stage + _SUMS
-        )
+        vectors = self._vector_bytes(k) * self._digits
+        routes = max(1, min(tokens, COLUMNS // self._digits, _VECTOR_ROOM // vectors))
+        rings = self._shape.warps * tiles * (self._shape.depth * _stage(self.layout.format)[1] + _SUMS)
+        return routes * self._digits, routes * vectors + rings
 
 
 def _stage(fmt: Format) -> tuple[int, int]:
     """Weights of a row and bytes of a stage, as tile_<name>.cuh has it."""
-    width = 64 if fmt.bits == 4 else 32
+    width = 64 if fmt.bits == 16 else 128
     return width, TILE_ROWS * (width * fmt.bits // 8 + fmt.n_blocks(width) * fmt.scale_bytes)
 
 
@@ -155,6 +172,7 @@ def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, sh
         "INTERMEDIATE": layout.intermediate,
         "HIDDEN_TILE": layout.format.tile_bytes(layout.hidden),
         "INTERMEDIATE_TILE": layout.format.tile_bytes(layout.intermediate),
+        "LANES": _LANES,
         "HAS_BIAS": int(layout.bias),
         "ACTIVATION": _ACTIVATIONS.index(activation.kind),
         "EXACT": int(dtype == torch.float32),

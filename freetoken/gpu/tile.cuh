@@ -1,15 +1,12 @@
-/* What the formats' stages are given and share. A stage is a piece of a tile in shared memory, FT_BLOCKS blocks of the
-   record or a part of one; a warp multiplies it with up to 8 vectors.
+/* What the formats' pieces are given and share. A piece is 32 weights of each of a tile's 16 rows; a warp multiplies it with
+   up to 8 vectors. A stage is FT_PIECES pieces, whole blocks of the record, in shared memory as they are there.
 
    Of a line, lane 4 g + t reads rows 2 g and 2 g + 1, 8 bytes; of four lines, line t. So these are rows g and g + 8 of a
-   matrix product, and columns are permuted: vectors come in the same order, 64 bytes for each 32 weights, see ft_place. */
+   matrix product, and columns are permuted: vectors come in the same order, 64 bytes for each piece, see ft_place. */
 struct ft_tile {
-    const unsigned char *codes;  /* this lane's of the first four lines */
-    const unsigned char *scales; /* those of this lane's rows in the first block */
-    int t;
+    const unsigned char *codes;  /* this lane's of the first piece's first four lines: ft_codes_at(g, t) */
+    const unsigned char *scales; /* those of this lane's rows in its first block: ft_scales_at(g, t) */
 };
-
-FT_DEVICE uint2 ft_codes(const ft_tile &tile, int line) { return *(const uint2 *)(tile.codes + 64 * line); }
 
 /* sum += part, whose rows count `low` and `high` times. */
 FT_DEVICE void ft_add(float *sum, const float *part, float low, float high) {

@@ -1,17 +1,20 @@
-/* bf16: sixteen lines of two weights, as they are. */
+/* bf16: a piece is sixteen lines of two weights, as they are. */
 enum {
     FT_BITS = 16,
-    FT_HEAD = 0,
-    FT_BODY = 64,
-    FT_BLOCKS = 1,
-    FT_PARTS = 1,
+    FT_PIECES = 2,
+    FT_STAGE = 2048, /* bytes */
     FT_SCALED = 0,
     FT_TOP = 0,
     FT_WEIGHTS = 0
 };
 
-FT_DEVICE void ft_stage(const ft_tile &tile, const uint4 *x, float *sum) {
-    const uint2 w0 = ft_codes(tile, 0), w1 = ft_codes(tile, 4), w2 = ft_codes(tile, 8), w3 = ft_codes(tile, 12);
-    ft_mma_bf16(sum, w0.x, w0.y, w1.x, w1.y, x->x, x->y);
-    ft_mma_bf16(sum, w2.x, w2.y, w3.x, w3.y, x->z, x->w);
+FT_DEVICE int ft_codes_at(int g, int t) { return 64 * t + 8 * g; }
+FT_DEVICE int ft_scales_at(int, int) { return 0; }
+
+FT_DEVICE void ft_piece(const ft_tile &tile, int piece, const uint4 &x, float *sum) {
+    uint2 w[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = *(const uint2 *)(tile.codes + 1024 * piece + 256 * i);
+    ft_mma_bf16(sum, w[0].x, w[0].y, w[1].x, w[1].y, x.x, x.y);
+    ft_mma_bf16(sum, w[2].x, w[2].y, w[3].x, w[3].y, x.z, x.w);
 }

@@ -30,12 +30,12 @@ static inline uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; 
 static inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 
-struct ft_copy { unsigned char *to; const void *from; bool there; };
+struct ft_run { unsigned char *to; const void *from; };
 struct ft_fiber {
     ucontext_t context;
     std::vector<char> stack;
-    std::vector<ft_copy> open;
-    std::deque<std::vector<ft_copy>> groups;
+    std::vector<ft_run> open;
+    std::deque<std::vector<ft_run>> groups;
     int turn; /* of what its warp exchanges */
     bool done;
 };
@@ -102,17 +102,23 @@ static inline int __ffs(unsigned int bits) { return __builtin_ffs((int)bits); }
 
 typedef unsigned char *ft_address;
 static inline ft_address ft_address_of(const void *shared) { return (ft_address)shared; }
-static inline void ft_copy16(ft_address to, const void *from, bool there) { ft_me().open.push_back({to, from, there}); }
-static inline void ft_end_group() {
+static inline void ft_open_slot(ft_address) {}
+static inline void ft_opened() {}
+static inline void ft_expect(int, ft_address, int) {}
+static inline void ft_copy(ft_address to, const void *from, int bytes, ft_address, int lane) {
+    for (int at = 16 * lane; at < bytes; at += 512) ft_me().open.push_back({to + at, (const char *)from + at});
+}
+static inline void ft_end_slot() {
     ft_me().groups.push_back(std::move(ft_me().open));
     ft_me().open.clear();
 }
-template <int N> static inline void ft_wait_group() {
+template <int N> static inline void ft_wait_slot(ft_address, unsigned int) {
     for (; ft_me().groups.size() > N; ft_me().groups.pop_front())
-        for (const ft_copy &copy : ft_me().groups.front()) {
-            if ((uintptr_t)copy.to % 16 || (uintptr_t)copy.from % 16) abort();
-            copy.there ? (void)memcpy(copy.to, copy.from, 16) : (void)memset(copy.to, 0, 16);
+        for (const ft_run &run : ft_me().groups.front()) {
+            if ((uintptr_t)run.to % 16 || (uintptr_t)run.from % 16) abort();
+            memcpy(run.to, run.from, 16);
         }
+    __syncwarp();
 }
 static inline void ft_let_next_start() {}
 static inline void ft_wait_for_last() {}

@@ -1,8 +1,8 @@
 """Formats: how experts are held. One file per format is all there is; `get` and `names` find them.
 
 To add one: `formats/<name>.py` with a `Format` subclass and `FORMAT = <it>()` (sections, NumPy quantize and dequantize,
-checkpoint spellings), `kernels/tile_<name>.h` with its tiles (scalar first), and `kernels/_tile_<name>.pyx` that lists
-them, unless it shares another's (`Format.kernels`). Nothing else names formats.
+checkpoint spellings), `kernels/tile_<name>.h` with its tiles (scalar first), `kernels/_tile_<name>.pyx` that lists
+them, and `gpu/tile_<name>.py`, unless it shares another's (`Format.kernels`). Nothing else names formats.
 
     checkpoint tensors --spelling--> Matrix (row-major codes, scales, global) --record.pack--> record in a bank
 """

@@ -107,7 +107,8 @@ class Format(ABC):
     scale_alarms: ClassVar[tuple[int, ...]] = ()
     """The same of scales: having all bits of one of these, a scale may be wrong, and `find_bad` decides."""
     kernels: ClassVar[str]
-    """Whose CPU tiles read it, those of `freetoken.kernels._tile_<kernels>`: formats of one layout share them."""
+    """Whose kernels read it: `freetoken.kernels._tile_<kernels>` on a CPU, `freetoken.gpu.tile_<kernels>` on a GPU.
+    Formats of one layout share them."""
     spellings: ClassVar[tuple[Spelling, ...]]
 
     @property

@@ -115,7 +115,7 @@ def time_torch(shape: Shape, tokens: int) -> tuple[float, float]:
     biases = torch.randn(shape.experts, 2 * shape.width, device="cuda").bfloat16()
     down_biases = torch.randn(shape.experts, shape.hidden, device="cuda").bfloat16()
     x = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
-    edges = torch.arange(1, shape.experts + 1, device="cuda")
+    edges = torch.arange(1, shape.experts + 1, dtype=torch.int32, device="cuda")
 
     def sort() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         expert, order = torch.sort(ids.flatten(), stable=True)

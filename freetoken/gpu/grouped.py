@@ -147,10 +147,11 @@ class Work:
 
 
 def sort_routes(ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`order` and `starts`, as `GroupedProduct.gate_up` takes them, of ids (T, k) integer, contiguous.
+    """`order` and `starts`, as `GroupedProduct.gate_up` takes them, of ids (T, k) integer.
 
     Routes of an expert stay in their order; those of ids outside [0, n_experts) come last.
     """
+    ids = ids.contiguous()
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     starts = torch.empty(n_experts + 1, dtype=torch.int32, device=ids.device)
     collect[(n_experts + 1,)](ids, order, starts, ids.numel(), n_experts, WIDTH=1024, num_warps=4)

@@ -73,7 +73,8 @@ def perplexity(
 ) -> Perplexity:
     """Teacher-forced perplexity of `tokens` (N,) in windows of `window`; a rest shorter than a window is left out.
 
-    on_tokens is called with the number of tokens just scored. Raises `ConfigError` when there is not one window.
+    model: its tokens are put on its `device`, if it says one. on_tokens is called with the number of tokens just scored.
+    Raises `ConfigError` when there is not one window.
     """
     if window < 1:
         raise ConfigError(
@@ -87,7 +88,7 @@ def perplexity(
             value=len(tokens),
             expected=f"at least {window + 1} tokens",
         )
-    data = torch.from_numpy(tokens).to(model.device)
+    data = torch.from_numpy(tokens).to(getattr(model, "device", "cpu"))
     inputs = data[: windows * window].view(windows, window)
     targets = data[1 : windows * window + 1].view(windows, window)
     step, total = max(1, _BATCH_TOKENS // window), 0.0

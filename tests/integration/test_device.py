@@ -127,7 +127,7 @@ def test_experts_cut_for_two_nodes(tiny: Path, model: Any, device: Device, monke
     where = Placement("shard", (0, 1), "for this test", (0, 1), (0, 1), {0: (0,), 1: (1,)}, True)
     monkeypatch.setattr("freetoken.integration.transformers.choose", lambda *_: where)
     for strategy in STRATEGIES:
-        other = loaded(tiny, device, strategy, 0.5)
+        other = loaded(tiny, device, strategy, 0.5, threads=2)
         for n in (1, 12):
             ids = torch.arange(n)[None] * 5 % 60
             check_same(logits(other, ids), logits(model, ids))

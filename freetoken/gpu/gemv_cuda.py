@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from freetoken.device.cuda import CudaDevice
+from freetoken.device.driver import Kernel
 from freetoken.errors import UnsupportedError
 from freetoken.executor import Activation
-from freetoken.formats.base import TILE_ROWS, Format
+from freetoken.formats.base import TILE_ROWS
 from freetoken.formats.record import RecordLayout
 from freetoken.gpu.units import COLUMNS, Units
 
@@ -26,6 +27,13 @@ _DIGITS = 3
 
 _VECTOR_ROOM = 24 << 10
 """Bytes of shared memory for vectors. Routes that do not fit are multiplied in turn, by weights from the cache."""
+_PIECE = 32
+"""Weights of a row that are multiplied at once."""
+_STAGES = {"mxfp4": 6 * 272, "nvfp4": 6 * 288, "q4_0": 6 * 288, "q8_0": 4 * 544, "fp8_block": 2112, "bf16": 2 * 1024}
+"""Bytes of a stage of a tile, FT_STAGE_UNITS units of FT_UNIT bytes in tile_<name>.cuh."""
+_FEW = 1
+"""Tokens up to which blocks prepare vectors for themselves."""
+_NONE = ctypes.c_void_p(None)
 _LANES = 256
 """Threads that prepare a row."""
 _SUMS = TILE_ROWS * COLUMNS * 4
@@ -97,11 +105,11 @@ class CudaGemv:
         _check(x, "x", self.layout.hidden, self.dtype)
         _check(out, "out", self.layout.intermediate, torch.float32)
         self._k = k
-        vectors = self._vectors(x)
-        self._prepare_x(x.data_ptr(), vectors.data_ptr(), blocks=len(x), threads=_LANES, early=True)
+        prepared = self._prepare(self._prepare_x, x, len(x))
         columns, shared = self._room(self.layout.hidden, len(x), 2)
         self._gate_up(
-            vectors.data_ptr(),
+            x.data_ptr(),
+            _NONE if prepared is None else prepared.data_ptr(),
             ctypes.c_int(len(x)),
             units.address.data_ptr(),
             units.route.data_ptr(),
@@ -125,11 +133,12 @@ class CudaGemv:
         """
         _check(h, "h", self.layout.intermediate, torch.float32)
         _check(out, "out", self.layout.hidden, torch.float32)
-        vectors = self._vectors(h)
-        self._prepare_h(h.data_ptr(), vectors.data_ptr(), blocks=len(h), threads=_LANES, early=True)
-        columns, shared = self._room(self.layout.intermediate, len(h) // self._k, self._shape.tiles)
+        tokens = len(h) // self._k
+        prepared = self._prepare(self._prepare_h, h, tokens)
+        columns, shared = self._room(self.layout.intermediate, tokens, self._shape.tiles)
         self._down(
-            vectors.data_ptr(),
+            h.data_ptr(),
+            _NONE if prepared is None else prepared.data_ptr(),
             ctypes.c_int(len(h)),
             units.address.data_ptr(),
             units.route.data_ptr(),
@@ -143,26 +152,28 @@ class CudaGemv:
             early=True,
         )
 
-    def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
-        """Room for what is prepared of rows: vectors, then a word for each row. The stream's order keeps it."""
-        return rows.new_empty(len(rows) * (self._digits * self._vector_bytes(rows.shape[1]) + 4), dtype=torch.uint8)
+    def _prepare(self, kernel: Kernel, rows: torch.Tensor, tokens: int) -> torch.Tensor | None:
+        """Vectors of rows, then a word for each; None for so few tokens that every block makes them in less time.
+
+        The order of the stream keeps what is returned until it was read.
+        """
+        if tokens <= _FEW:
+            return None
+        nbytes = len(rows) * (self._digits * self._vector_bytes(rows.shape[1]) + 4)
+        vectors = rows.new_empty(nbytes, dtype=torch.uint8)
+        kernel(rows.data_ptr(), vectors.data_ptr(), blocks=len(rows), threads=_LANES, early=True)
+        return vectors
 
     def _vector_bytes(self, k: int) -> int:
-        width = _stage(self.layout.format)[0]
+        width = self.layout.format.block if self.layout.format.ragged else _PIECE
         return -(-k // width) * width * 2
 
     def _room(self, k: int, tokens: int, tiles: int) -> tuple[int, int]:
         """How many vectors of k values are multiplied at once, and the bytes of shared memory for them and the rings."""
         vectors = self._vector_bytes(k) * self._digits
         routes = max(1, min(tokens, COLUMNS // self._digits, _VECTOR_ROOM // vectors))
-        rings = self._shape.warps * tiles * (self._shape.depth * _stage(self.layout.format)[1] + _SUMS)
+        rings = self._shape.warps * tiles * (self._shape.depth * _STAGES[self.layout.format.kernels] + _SUMS)
         return routes * self._digits, routes * vectors + rings
-
-
-def _stage(fmt: Format) -> tuple[int, int]:
-    """Weights of a row and bytes of a stage, as tile_<name>.cuh has it."""
-    width = 64 if fmt.bits == 16 else 128
-    return width, TILE_ROWS * (width * fmt.bits // 8 + fmt.n_blocks(width) * fmt.scale_bytes)
 
 
 def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, shape: Shape) -> str:

@@ -63,9 +63,9 @@ template <typename X, int K> FT_DEVICE void ft_values(const ft_eight<X> &from, i
 }
 
 /* Put 8 values from k on into a vector, in the order in which lanes read it: 16 bytes for each t of a
-   piece; `stride` from piece to piece. */
-FT_DEVICE void ft_place(unsigned char *vector, int stride, int k, const float *v) {
-    unsigned char *to = vector + k / 32 * stride;
+   piece. */
+FT_DEVICE void ft_place(unsigned char *vector, int k, const float *v) {
+    unsigned char *to = vector + k / 32 * 64;
     if (FT_BITS == 4) { /* line t has 8 weights, codes i and i + 4 are a pair */
         *(uint4 *)(to + k % 32 * 2) =
             make_uint4(ft_narrow(v[0], v[4]), ft_narrow(v[1], v[5]), ft_narrow(v[2], v[6]), ft_narrow(v[3], v[7]));
@@ -79,11 +79,11 @@ FT_DEVICE void ft_place(unsigned char *vector, int stride, int k, const float *v
     }
 }
 
-/* Digits of 8 values in vectors `digit` bytes apart, each digit 2^-11 (bf16: 2^-8) of the last; what is left goes into the next. */
-FT_DEVICE void ft_place_digits(unsigned char *vector, int stride, int digit, int k, float *v) {
+/* Digits of 8 values in vectors of so many bytes, each digit 2^-11 (bf16: 2^-8) of the last; what is left goes into the next. */
+FT_DEVICE void ft_place_digits(unsigned char *vector, int bytes, int k, float *v) {
 #pragma unroll
     for (int d = 0; d < FT_DIGITS; d++) {
-        ft_place(vector + d * digit, stride, k, v);
+        ft_place(vector + d * bytes, k, v);
         if (d + 1 < FT_DIGITS)
 #pragma unroll
             for (int i = 0; i < 8; i++)
@@ -222,23 +222,27 @@ template <int TILES, int K, int BYTES> struct ft_stages {
     }
 };
 
-/* A row of x becomes vectors, by THREADS threads that wait for each other; returns the exponent of their power of two.
-   stride: from piece to piece. digit: from digit to digit. tops: a word for each warp. */
-template <typename X, int K, int THREADS>
-FT_DEVICE int ft_prepare(const X *row, unsigned char *to, int stride, int digit, float *tops) {
-    enum { WIDTH = ft_padded<K>::WIDTH, ROUNDS = (WIDTH + 8 * THREADS - 1) / (8 * THREADS) };
-    const bool aligned = ((unsigned long long)row & 15) == 0;
-    int exponent = 0;
+/* One row of x for each block: its vectors, and behind the vectors of all rows the exponents of their powers of two. */
+template <typename X, int K> FT_DEVICE void ft_prepare(const X *x, unsigned char *prepared) {
+    enum {
+        WIDTH = ft_padded<K>::WIDTH,
+        BYTES = ft_padded<K>::BYTES,
+        ROUNDS = (WIDTH + 8 * FT_LANES - 1) / (8 * FT_LANES)
+    };
+    __shared__ float tops[FT_LANES / 32];
+    const X *row = x + (long long)blockIdx.x * K;
+    const bool aligned = ((unsigned long long)x & 15) == 0;
+    unsigned char *to = prepared + (long long)blockIdx.x * (FT_DIGITS * BYTES);
     float factor = 1.0f;
     ft_eight<X> read[ROUNDS];
 #pragma unroll
-    for (int r = 0; r < ROUNDS; r++) ft_load<X, K>(row, 8 * (THREADS * r + threadIdx.x), aligned, read[r]);
+    for (int r = 0; r < ROUNDS; r++) ft_load<X, K>(row, 8 * (FT_LANES * r + threadIdx.x), aligned, read[r]);
     if (FT_SCALED) {
         float top = 0.0f;
 #pragma unroll
         for (int r = 0; r < ROUNDS; r++) {
             float v[8];
-            ft_values<X, K>(read[r], 8 * (THREADS * r + threadIdx.x), v);
+            ft_values<X, K>(read[r], 8 * (FT_LANES * r + threadIdx.x), v);
 #pragma unroll
             for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[i]));
         }
@@ -247,30 +251,22 @@ FT_DEVICE int ft_prepare(const X *row, unsigned char *to, int stride, int digit,
         if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
         __syncthreads();
 #pragma unroll
-        for (int w = 0; w < THREADS / 32; w++) top = fmaxf(top, tops[w]);
-        exponent = ft_exponent(top) - FT_TOP;
+        for (int w = 0; w < FT_LANES / 32; w++) top = fmaxf(top, tops[w]);
+        const int exponent = ft_exponent(top) - FT_TOP;
         factor = ft_power(-exponent);
+        int *exponents = (int *)(prepared + (long long)gridDim.x * (FT_DIGITS * BYTES));
+        if (threadIdx.x == 0) exponents[blockIdx.x] = exponent - FT_WEIGHTS;
     }
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
-        const int k = 8 * (THREADS * r + threadIdx.x);
+        const int k = 8 * (FT_LANES * r + threadIdx.x);
         if (k >= WIDTH) break;
         float v[8];
         ft_values<X, K>(read[r], k, v);
 #pragma unroll
         for (int i = 0; i < 8; i++) v[i] *= factor;
-        ft_place_digits(to, stride, digit, k, v);
+        ft_place_digits(to, BYTES, k, v);
     }
-    return exponent - FT_WEIGHTS;
-}
-
-/* One row of x for each block: its vectors, and behind the vectors of all rows their exponents. */
-template <typename X, int K> FT_DEVICE void ft_prepare_rows(const X *x, unsigned char *vectors) {
-    enum { BYTES = ft_padded<K>::BYTES };
-    __shared__ float tops[FT_LANES / 32];
-    const int exponent = ft_prepare<X, K, FT_LANES>(x + (long long)blockIdx.x * K,
-                                                    vectors + (long long)blockIdx.x * (FT_DIGITS * BYTES), 64, BYTES, tops);
-    if (threadIdx.x == 0) ((int *)(vectors + (long long)gridDim.x * (FT_DIGITS * BYTES)))[blockIdx.x] = exponent;
 }
 
 /* Vectors that were prepared of n rows go to shared memory, and their exponents. */
@@ -307,11 +303,11 @@ FT_DEVICE int ft_count(const long long *address) {
 }
 
 /* Block (x, y) has a run of groups of TILES tiles of unit y, the longer the more units there are: with `blocks` blocks the
-   device is busy. x: rows of activations, of which route / k is a route's, n_rows of them. prepared: what was prepared of
-   them, or null: then each block does so for itself. columns: vectors that fit into shared memory. */
-template <typename X, bool GATE_UP, int TILES, int K, int N, int BYTES>
-FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, const long long *address, const int *route,
-                       float *out, unsigned int k, long long offset, int columns, int blocks, float alpha, float limit) {
+   device is busy. prepared: of n_rows rows of activations, of which route / k is a route's. columns: vectors that fit into
+   shared memory. */
+template <bool GATE_UP, int TILES, int K, int N, int BYTES>
+FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long long *address, const int *route, float *out,
+                       unsigned int k, long long offset, int columns, int blocks, float alpha, float limit) {
     typedef ft_stages<TILES, K, BYTES> stages;
     enum {
         HALVES = GATE_UP ? 2 : 1,
@@ -323,11 +319,9 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
     };
     FT_SHARED(shared);
     __shared__ unsigned long long barriers[FT_WARPS * FT_DEPTH];
-    __shared__ float tops[FT_COLUMNS][FT_WARPS];
     __shared__ int rows[FT_COLUMNS], routes[FT_COLUMNS], exponents[FT_COLUMNS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    bool waited = GATE_UP && prepared == nullptr; /* else this was waited for by what prepared x, or by gate_up */
-    if (waited) ft_wait_for_last();
+    bool waited = false;
     ft_let_next_start();
     const long long unit = address[blockIdx.y];
     const int wanted = lane < FT_COLUMNS ? route[blockIdx.y * FT_COLUMNS + lane] : -1;
@@ -359,14 +353,7 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
         __syncthreads();
         if (!waited) ft_wait_for_last();
         waited = true;
-        if (prepared != nullptr)
-            ft_fetch<K>(prepared, n_rows, rows, n, vectors, exponents);
-        else
-            for (int c = 0; c < n; c++) {
-                const int exponent = ft_prepare<X, K, FT_THREADS>(x + (long long)rows[c] * K, vectors + 64 * FT_DIGITS * c,
-                                                                  64 * FT_DIGITS * n, 64, tops[c]);
-                if (threadIdx.x == 0) exponents[c] = exponent;
-            }
+        ft_fetch<K>(prepared, n_rows, rows, n, vectors, exponents);
         __syncthreads();
         for (int group = first; group < first + n_groups; group++) {
             const int row = threadIdx.x % ROWS, at = group * ROWS + row;
@@ -411,28 +398,28 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
     }
 }
 
-extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_x(const FT_X *x, unsigned char *vectors) {
+extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_x(const FT_X *x, unsigned char *prepared) {
     ft_wait_for_last(); /* gate_up reads units and records at once: they may come from what is before this */
     ft_let_next_start();
-    ft_prepare_rows<FT_X, FT_HIDDEN>(x, vectors);
+    ft_prepare<FT_X, FT_HIDDEN>(x, prepared);
 }
 
-extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_h(const float *h, unsigned char *vectors) {
+extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_h(const float *h, unsigned char *prepared) {
     ft_let_next_start();
     ft_wait_for_last();
-    ft_prepare_rows<float, FT_INTERMEDIATE>(h, vectors);
+    ft_prepare<float, FT_INTERMEDIATE>(h, prepared);
 }
 
 extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
-gate_up(const FT_X *x, const unsigned char *prepared, int n_rows, const long long *address, const int *route, float *out,
-        unsigned int k, long long offset, int columns, int blocks, float alpha, float limit) {
-    ft_gemv<FT_X, true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE>(x, prepared, n_rows, address, route, out, k, offset,
-                                                                       columns, blocks, alpha, limit);
+gate_up(const unsigned char *x, int n_rows, const long long *address, const int *route, float *out, unsigned int k,
+        long long offset, int columns, int blocks, float alpha, float limit) {
+    ft_gemv<true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE>(x, n_rows, address, route, out, k, offset, columns, blocks,
+                                                                 alpha, limit);
 }
 
 extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
-down(const float *h, const unsigned char *prepared, int n_rows, const long long *address, const int *route, float *out,
-     long long offset, int columns, int blocks) {
-    ft_gemv<float, false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE>(
-        h, prepared, n_rows, address, route, out, 1, offset, columns, blocks, 0.0f, 0.0f);
+down(const unsigned char *h, int n_rows, const long long *address, const int *route, float *out, long long offset,
+     int columns, int blocks) {
+    ft_gemv<false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE>(h, n_rows, address, route, out, 1, offset,
+                                                                               columns, blocks, 0.0f, 0.0f);
 }

@@ -31,9 +31,6 @@ _PIECE = 32
 """Weights of a row that are multiplied at once."""
 _STAGES = {"mxfp4": 6 * 272, "nvfp4": 6 * 288, "q4_0": 6 * 288, "q8_0": 4 * 544, "fp8_block": 2112, "bf16": 2 * 1024}
 """Bytes of a stage of a tile, FT_STAGE_UNITS units of FT_UNIT bytes in tile_<name>.cuh."""
-_FEW = 1
-"""Tokens up to which blocks prepare vectors for themselves."""
-_NONE = ctypes.c_void_p(None)
 _LANES = 256
 """Threads that prepare a row."""
 _SUMS = TILE_ROWS * COLUMNS * 4
@@ -50,9 +47,9 @@ class Shape:
     """
 
     warps: int = 4
-    depth: int = 4
+    depth: int = 2
     tiles: int = 2
-    resident: int = 6
+    resident: int = 3
 
 
 DEFAULT = Shape()
@@ -105,11 +102,11 @@ class CudaGemv:
         _check(x, "x", self.layout.hidden, self.dtype)
         _check(out, "out", self.layout.intermediate, torch.float32)
         self._k = k
-        prepared = self._prepare(self._prepare_x, x, len(x))
+        # not early: what is before this may be on several streams
+        prepared = self._prepare(self._prepare_x, x, early=False)
         columns, shared = self._room(self.layout.hidden, len(x), 2)
         self._gate_up(
-            x.data_ptr(),
-            _NONE if prepared is None else prepared.data_ptr(),
+            prepared.data_ptr(),
             ctypes.c_int(len(x)),
             units.address.data_ptr(),
             units.route.data_ptr(),
@@ -133,12 +130,10 @@ class CudaGemv:
         """
         _check(h, "h", self.layout.intermediate, torch.float32)
         _check(out, "out", self.layout.hidden, torch.float32)
-        tokens = len(h) // self._k
-        prepared = self._prepare(self._prepare_h, h, tokens)
-        columns, shared = self._room(self.layout.intermediate, tokens, self._shape.tiles)
+        prepared = self._prepare(self._prepare_h, h, early=True)
+        columns, shared = self._room(self.layout.intermediate, len(h) // self._k, self._shape.tiles)
         self._down(
-            h.data_ptr(),
-            _NONE if prepared is None else prepared.data_ptr(),
+            prepared.data_ptr(),
             ctypes.c_int(len(h)),
             units.address.data_ptr(),
             units.route.data_ptr(),
@@ -152,17 +147,12 @@ class CudaGemv:
             early=True,
         )
 
-    def _prepare(self, kernel: Kernel, rows: torch.Tensor, tokens: int) -> torch.Tensor | None:
-        """Vectors of rows, then a word for each; None for so few tokens that every block makes them in less time.
-
-        The order of the stream keeps what is returned until it was read.
-        """
-        if tokens <= _FEW:
-            return None
+    def _prepare(self, kernel: Kernel, rows: torch.Tensor, early: bool) -> torch.Tensor:
+        """Vectors of rows, then a word for each row. The order of the stream keeps them until they were read."""
         nbytes = len(rows) * (self._digits * self._vector_bytes(rows.shape[1]) + 4)
-        vectors = rows.new_empty(nbytes, dtype=torch.uint8)
-        kernel(rows.data_ptr(), vectors.data_ptr(), blocks=len(rows), threads=_LANES, early=True)
-        return vectors
+        prepared = rows.new_empty(nbytes, dtype=torch.uint8)
+        kernel(rows.data_ptr(), prepared.data_ptr(), blocks=len(rows), threads=_LANES, early=early)
+        return prepared
 
     def _vector_bytes(self, k: int) -> int:
         width = self.layout.format.block if self.layout.format.ragged else _PIECE

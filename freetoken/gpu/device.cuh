@@ -13,6 +13,9 @@ FT_DEVICE ft_address ft_address_of(const void *shared) {
     return address;
 }
 
+/* What all lanes of a warp have alike, so that the compiler knows it. */
+FT_DEVICE int ft_uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 /* Runs of bytes, multiples of 16, that a warp copies to shared memory without waiting, some runs to a slot of its ring. sm_90
    has an engine for it, which counts the bytes that arrive at the slot's barrier; elsewhere each lane copies its share, and
    what was begun since the last slot is a group. */
@@ -27,16 +30,20 @@ FT_DEVICE void ft_opened() {
     __syncwarp();
 }
 
-/* So many bytes will come to a slot; then each run of them. */
-FT_DEVICE void ft_expect(int bytes, ft_address barrier, int lane) {
-    if (lane == 0)
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-FT_DEVICE void ft_copy(ft_address to, const void *from, int bytes, ft_address barrier, int lane) {
-    if (lane == 0)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+/* COUNT runs of so many bytes, `step` apart in memory and `room` apart in the slot; of them the first n. */
+template <int COUNT>
+FT_DEVICE void ft_fill_slot(ft_address to, int room, const unsigned char *from, int step, int bytes, int n,
+                            ft_address barrier, int) {
+    unsigned int first;
+    asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(first));
+    if (first) {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(n * bytes) : "memory");
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            if (i < n)
+                asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                             :: "r"(to + i * room), "l"(from + i * step), "r"(bytes), "r"(barrier) : "memory");
+    }
 }
 
 FT_DEVICE void ft_end_slot() {}
@@ -50,12 +57,14 @@ template <int N> FT_DEVICE void ft_wait_slot(ft_address barrier, unsigned int tu
 #else
 FT_DEVICE void ft_open_slot(ft_address) {}
 FT_DEVICE void ft_opened() {}
-FT_DEVICE void ft_expect(int, ft_address, int) {}
 
-FT_DEVICE void ft_copy(ft_address to, const void *from, int bytes, ft_address, int lane) {
-    for (int at = 16 * lane; at < bytes; at += 512)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-                     :: "r"(to + at), "l"((const char *)from + at) : "memory");
+template <int COUNT>
+FT_DEVICE void ft_fill_slot(ft_address to, int room, const unsigned char *from, int step, int bytes, int n, ft_address,
+                            int lane) {
+    for (int i = 0; i < n; i++)
+        for (int at = 16 * lane; at < bytes; at += 512)
+            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
+                         :: "r"(to + i * room + at), "l"(from + i * step + at) : "memory");
 }
 
 FT_DEVICE void ft_end_slot() { asm volatile("cp.async.commit_group;" ::: "memory"); }

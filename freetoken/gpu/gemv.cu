@@ -18,7 +18,8 @@ enum {
     FT_ROWS = 16,
     FT_COLUMNS = 8,
     FT_THREADS = 32 * FT_WARPS,
-    FT_STAGE_K = 32 * FT_PIECES,
+    FT_UNIT_K = 32 * FT_PIECES,
+    FT_STAGE = FT_STAGE_UNITS * FT_UNIT,
     FT_DIGITS = FT_EXACT ? 3 : 1
 };
 
@@ -61,7 +62,8 @@ template <typename X, int K> FT_DEVICE void ft_values(const ft_eight<X> &from, i
     for (int i = 0; i < 8; i++) values[i] = k + i < K ? ft_value(from.items[i]) : 0.0f;
 }
 
-/* Put 8 values from k on into a vector, in the order in which lanes read it: 16 bytes for each t of 32 weights. */
+/* Put 8 values from k on into a vector, in the order in which lanes read it: 16 bytes for each t of a
+   piece. */
 FT_DEVICE void ft_place(unsigned char *vector, int k, const float *v) {
     unsigned char *to = vector + k / 32 * 64;
     if (FT_BITS == 4) { /* line t has 8 weights, codes i and i + 4 are a pair */
@@ -127,106 +129,114 @@ FT_DEVICE float ft_scale_all(float x, float factor, int mode) {
     return mode == 0 ? x : mode == 1 ? x * factor : x / factor;
 }
 
-/* A warp's part of the product: stages FT_WARPS apart of TILES tiles of BYTES each, rows of K weights. */
+/* Weights of a row, with those that fill its last unit. */
+template <int K> struct ft_padded {
+    enum { UNITS = (K + FT_UNIT_K - 1) / FT_UNIT_K, WIDTH = UNITS * FT_UNIT_K, BYTES = 2 * WIDTH };
+};
+
+/* A warp's part of the product: a run of units of TILES tiles of BYTES each, rows of K weights, by stages. */
 template <int TILES, int K, int BYTES> struct ft_stages {
     enum {
-        STAGES = (K + FT_STAGE_K - 1) / FT_STAGE_K,
-        LAST = BYTES - (STAGES - 1) * FT_STAGE, /* bytes of the last stage */
+        UNITS = ft_padded<K>::UNITS,
         SLOT = TILES * FT_STAGE,
-        RING = FT_DEPTH * SLOT
+        RING = FT_DEPTH * SLOT,
+        RAGGED = BYTES % FT_UNIT != 0
     };
 
     const unsigned char *tiles, *ring; /* the tiles that are copied next */
     ft_address slots, barriers;
-    int stage, slot;  /* what is copied next, and to where in the ring */
-    int n_tiles;      /* from there on to the last one of this block */
     int warp, lane;
-    int full;         /* the slot that is multiplied next */
+    int first, end;    /* this warp's units */
+    int next, slot;    /* the unit that is copied next, and to where in the ring */
+    int n_tiles;       /* from there on to the last one of this block */
+    int full;          /* the slot that is multiplied next */
     unsigned int turn; /* how often that was full before, its last bit */
 
-    /* Once in a kernel. What a short last stage leaves as it was is multiplied with zeros, and must be numbers. */
+    /* Once in a kernel. What a ragged end leaves as it was is multiplied with zeros, and must be numbers. */
     template <bool ALL> __device__ void open(unsigned char *to, unsigned long long *all_barriers) {
-        warp = threadIdx.x / 32;
+        warp = ft_uniform(threadIdx.x / 32);
         lane = threadIdx.x % 32;
+        first = warp * UNITS / FT_WARPS;
+        end = (warp + 1) * UNITS / FT_WARPS;
         ring = to + warp * RING;
         slots = ft_address_of(ring);
         barriers = ft_address_of(all_barriers + warp * FT_DEPTH);
         slot = full = 0;
         turn = 0;
-        if (LAST != FT_STAGE || !ALL)
+        if (RAGGED || !ALL)
             for (int i = 16 * lane; i < RING; i += 512) *(uint4 *)(to + warp * RING + i) = make_uint4(0, 0, 0, 0);
         if (lane < FT_DEPTH) ft_open_slot(barriers + 8 * lane);
         ft_opened();
     }
 
-    __device__ void start(const unsigned char *first, int n) {
-        tiles = first;
-        stage = warp;
-        n_tiles = warp < STAGES ? n : 0;
+    __device__ void start(const unsigned char *first_tile, int n) {
+        tiles = first_tile;
+        next = first;
+        n_tiles = first < end ? n : 0;
     }
 
     /* Start to copy the next stage, if there is one. */
     template <bool ALL> __device__ void copy() {
         if (n_tiles > 0) {
-            const int bytes = LAST == FT_STAGE || stage < STAGES - 1 ? FT_STAGE : LAST;
-            const int n = ALL || n_tiles >= TILES ? TILES : n_tiles;
-            const ft_address barrier = barriers + 8 * slot, to = slots + SLOT * slot;
-            ft_expect(n * bytes, barrier, lane);
-#pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-                if (ALL || tile < n)
-                    ft_copy(to + tile * FT_STAGE, tiles + tile * BYTES + stage * FT_STAGE, bytes, barrier, lane);
+            const int stop = next + FT_STAGE_UNITS < end ? next + FT_STAGE_UNITS : end;
+            const int to = RAGGED && stop == UNITS ? BYTES : stop * FT_UNIT;
+            ft_fill_slot<TILES>(slots + SLOT * slot, FT_STAGE, tiles + next * FT_UNIT, BYTES, to - next * FT_UNIT,
+                                ALL || n_tiles >= TILES ? TILES : n_tiles, barriers + 8 * slot, lane);
             slot = slot == FT_DEPTH - 1 ? 0 : slot + 1;
-            stage += FT_WARPS;
-            if (stage >= STAGES) {
+            next = stop;
+            if (stop == end) {
                 tiles += TILES * BYTES;
                 n_tiles -= TILES;
-                stage = warp;
+                next = first;
             }
         }
         ft_end_slot();
     }
 
-    /* Multiply all stages of the next TILES tiles with so many vectors. FT_DEPTH - 1 stages are on their way always. */
+    /* Multiply this warp's units of the next TILES tiles with so many vectors. FT_DEPTH - 1 stages are on their way always. */
     template <bool ALL> __device__ void multiply(const unsigned char *vectors, int n_vectors, float (*sum)[4]) {
-        const int g = lane / 4, t = lane % 4, block = 64 * n_vectors;
+        const int g = lane / 4, t = lane % 4, stride = 64 * n_vectors;
         const int codes = ft_codes_at(g, t), scales = ft_scales_at(g, t);
-        const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + warp * (FT_PIECES * block);
-        for (int i = warp; i < STAGES; i += FT_WARPS) {
+        const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + first * FT_PIECES * stride;
+        for (int at = first; at < end; at += FT_STAGE_UNITS) {
             ft_wait_slot<FT_DEPTH - 2>(barriers + 8 * full, turn);
-            const unsigned char *at = ring + SLOT * full;
+            const unsigned char *unit = ring + SLOT * full;
             turn ^= full == FT_DEPTH - 1;
             full = full == FT_DEPTH - 1 ? 0 : full + 1;
             __syncwarp(); /* all lanes are done with the slot that is copied to next */
             copy<ALL>();
+#pragma unroll 2
+            for (int left = end - at < FT_STAGE_UNITS ? end - at : FT_STAGE_UNITS; left > 0; left--) {
 #pragma unroll
-            for (int piece = 0; piece < FT_PIECES; piece++) {
-                const uint4 x = *(const uint4 *)(vector + piece * block);
+                for (int piece = 0; piece < FT_PIECES; piece++) {
+                    const uint4 x = *(const uint4 *)vector;
+                    vector += stride;
 #pragma unroll
-                for (int tile = 0; tile < TILES; tile++)
-                    ft_piece(ft_tile{at + tile * FT_STAGE + codes, at + tile * FT_STAGE + scales}, piece, x, sum[tile]);
+                    for (int tile = 0; tile < TILES; tile++)
+                        ft_piece(ft_tile{unit + tile * FT_STAGE + codes, unit + tile * FT_STAGE + scales}, piece, x,
+                                 sum[tile]);
+                }
+                unit += FT_UNIT;
             }
-            vector += FT_WARPS * FT_PIECES * block;
         }
     }
 };
 
-/* Weights of a row, with those that fill its last stage. */
-template <int K> struct ft_padded {
-    enum { WIDTH = (K + FT_STAGE_K - 1) / FT_STAGE_K * FT_STAGE_K, BYTES = 2 * WIDTH };
-};
-
-/* One row of x for each block: its vectors, and the exponents of their powers of two behind the vectors of all rows. */
-template <typename X, int K> FT_DEVICE void ft_prepare(const X *x, unsigned char *vectors) {
-    enum { WIDTH = ft_padded<K>::WIDTH, BYTES = ft_padded<K>::BYTES, ROUNDS = (WIDTH + 8 * FT_LANES - 1) / (8 * FT_LANES) };
+/* One row of x for each block: its vectors, and behind the vectors of all rows the exponents of their powers of two. */
+template <typename X, int K> FT_DEVICE void ft_prepare(const X *x, unsigned char *prepared) {
+    enum {
+        WIDTH = ft_padded<K>::WIDTH,
+        BYTES = ft_padded<K>::BYTES,
+        ROUNDS = (WIDTH + 8 * FT_LANES - 1) / (8 * FT_LANES)
+    };
     __shared__ float tops[FT_LANES / 32];
     const X *row = x + (long long)blockIdx.x * K;
     const bool aligned = ((unsigned long long)x & 15) == 0;
-    unsigned char *to = vectors + (long long)blockIdx.x * (FT_DIGITS * BYTES);
+    unsigned char *to = prepared + (long long)blockIdx.x * (FT_DIGITS * BYTES);
+    float factor = 1.0f;
     ft_eight<X> read[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) ft_load<X, K>(row, 8 * (FT_LANES * r + threadIdx.x), aligned, read[r]);
-    float factor = 1.0f;
     if (FT_SCALED) {
         float top = 0.0f;
 #pragma unroll
@@ -242,10 +252,10 @@ template <typename X, int K> FT_DEVICE void ft_prepare(const X *x, unsigned char
         __syncthreads();
 #pragma unroll
         for (int w = 0; w < FT_LANES / 32; w++) top = fmaxf(top, tops[w]);
-        const int exponent = ft_exponent(top);
-        factor = ft_power(FT_TOP - exponent);
-        int *exponents = (int *)(vectors + (long long)gridDim.x * (FT_DIGITS * BYTES));
-        if (threadIdx.x == 0) exponents[blockIdx.x] = exponent - FT_TOP - FT_WEIGHTS;
+        const int exponent = ft_exponent(top) - FT_TOP;
+        factor = ft_power(-exponent);
+        int *exponents = (int *)(prepared + (long long)gridDim.x * (FT_DIGITS * BYTES));
+        if (threadIdx.x == 0) exponents[blockIdx.x] = exponent - FT_WEIGHTS;
     }
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
@@ -256,6 +266,29 @@ template <typename X, int K> FT_DEVICE void ft_prepare(const X *x, unsigned char
 #pragma unroll
         for (int i = 0; i < 8; i++) v[i] *= factor;
         ft_place_digits(to, BYTES, k, v);
+    }
+}
+
+/* Vectors that were prepared of n rows go to shared memory, and their exponents. */
+template <int K>
+FT_DEVICE void ft_fetch(const unsigned char *prepared, int n_rows, const int *rows, int n, unsigned char *to,
+                        int *exponents) {
+    enum { BYTES = ft_padded<K>::BYTES, ROUNDS = (BYTES / 16 + FT_THREADS - 1) / FT_THREADS };
+    if (threadIdx.x < n)
+        exponents[threadIdx.x] = ((const int *)(prepared + (long long)n_rows * (FT_DIGITS * BYTES)))[rows[threadIdx.x]];
+    for (int c = 0; c < n * FT_DIGITS; c++) {
+        const unsigned char *from = prepared + ((long long)rows[c / FT_DIGITS] * FT_DIGITS + c % FT_DIGITS) * BYTES;
+        uint4 read[ROUNDS];
+#pragma unroll
+        for (int r = 0; r < ROUNDS; r++) {
+            const int i = FT_THREADS * r + threadIdx.x;
+            if (i < BYTES / 16) read[r] = *(const uint4 *)(from + 16 * i);
+        }
+#pragma unroll
+        for (int r = 0; r < ROUNDS; r++) {
+            const int i = FT_THREADS * r + threadIdx.x;
+            if (i < BYTES / 16) *(uint4 *)(to + i / 4 * (64 * FT_DIGITS * n) + 64 * c + i % 4 * 16) = read[r];
+        }
     }
 }
 
@@ -270,7 +303,8 @@ FT_DEVICE int ft_count(const long long *address) {
 }
 
 /* Block (x, y) has a run of groups of TILES tiles of unit y, the longer the more units there are: with `blocks` blocks the
-   device is busy. n_rows: rows of activations that were prepared, of which route / k is a route's. columns: vectors that fit into shared memory. */
+   device is busy. prepared: of n_rows rows of activations, of which route / k is a route's. columns: vectors that fit into
+   shared memory. */
 template <bool GATE_UP, int TILES, int K, int N, int BYTES>
 FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long long *address, const int *route, float *out,
                        unsigned int k, long long offset, int columns, int blocks, float alpha, float limit) {
@@ -281,20 +315,20 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
         TILES_OF_ROWS = (N + FT_ROWS - 1) / FT_ROWS,
         COUNT = HALVES * TILES_OF_ROWS,
         GROUPS = (COUNT + TILES - 1) / TILES,
-        ALL = COUNT % TILES == 0,
-        VECTOR = ft_padded<K>::BYTES,
-        ROUNDS = (VECTOR / 16 + FT_THREADS - 1) / FT_THREADS
+        ALL = COUNT % TILES == 0
     };
     FT_SHARED(shared);
     __shared__ unsigned long long barriers[FT_WARPS * FT_DEPTH];
     __shared__ int rows[FT_COLUMNS], routes[FT_COLUMNS], exponents[FT_COLUMNS];
-    ft_let_next_start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    bool waited = false;
+    ft_let_next_start();
     const long long unit = address[blockIdx.y];
     const int wanted = lane < FT_COLUMNS ? route[blockIdx.y * FT_COLUMNS + lane] : -1;
-    const int n_units = ft_count(address), run = n_units * GROUPS / blocks + 1, first = blockIdx.x * run;
-    if (unit == 0 || first >= GROUPS) return;
-    const int n_groups = GROUPS - first < run ? GROUPS - first : run;
+    const int n_units = ft_count(address), most = blocks / (n_units ? n_units : 1);
+    const int parts = most < 1 ? 1 : most < GROUPS ? most : GROUPS;
+    if (unit == 0 || blockIdx.x >= parts) return;
+    const int first = blockIdx.x * GROUPS / parts, n_groups = (blockIdx.x + 1) * GROUPS / parts - first;
     const unsigned char *record = (const unsigned char *)unit + offset;
     const unsigned char *tiles = record + (GATE_UP ? FT_GATE_UP : FT_DOWN) + (long long)first * TILES * BYTES;
     const int n_tiles = n_groups * TILES < COUNT - first * TILES ? n_groups * TILES : COUNT - first * TILES;
@@ -303,7 +337,6 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
     unsigned char *vectors = (unsigned char *)(sums + FT_WARPS * TILES * FT_ROWS * FT_COLUMNS);
     stages part;
     part.template open<ALL>(shared, barriers);
-    bool waited = false;
     unsigned int left = __ballot_sync(~0u, wanted >= 0);
     while (left) {
         int n = 0; /* routes of this pass */
@@ -320,22 +353,7 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
         __syncthreads();
         if (!waited) ft_wait_for_last();
         waited = true;
-        if (FT_SCALED && threadIdx.x < n)
-            exponents[threadIdx.x] = ((const int *)(prepared + (long long)n_rows * (FT_DIGITS * VECTOR)))[rows[threadIdx.x]];
-        for (int c = 0; c < n * FT_DIGITS; c++) {
-            const unsigned char *from = prepared + ((long long)rows[c / FT_DIGITS] * FT_DIGITS + c % FT_DIGITS) * VECTOR;
-            uint4 read[ROUNDS];
-#pragma unroll
-            for (int r = 0; r < ROUNDS; r++) {
-                const int i = FT_THREADS * r + threadIdx.x;
-                if (i < VECTOR / 16) read[r] = *(const uint4 *)(from + 16 * i);
-            }
-#pragma unroll
-            for (int r = 0; r < ROUNDS; r++) {
-                const int i = FT_THREADS * r + threadIdx.x;
-                if (i < VECTOR / 16) *(uint4 *)(vectors + i / 4 * (64 * FT_DIGITS * n) + 64 * c + i % 4 * 16) = read[r];
-            }
-        }
+        ft_fetch<K>(prepared, n_rows, rows, n, vectors, exponents);
         __syncthreads();
         for (int group = first; group < first + n_groups; group++) {
             const int row = threadIdx.x % ROWS, at = group * ROWS + row;
@@ -380,16 +398,16 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
     }
 }
 
-extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_x(const FT_X *x, unsigned char *vectors) {
+extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_x(const FT_X *x, unsigned char *prepared) {
     ft_wait_for_last(); /* gate_up reads units and records at once: they may come from what is before this */
     ft_let_next_start();
-    ft_prepare<FT_X, FT_HIDDEN>(x, vectors);
+    ft_prepare<FT_X, FT_HIDDEN>(x, prepared);
 }
 
-extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_h(const float *h, unsigned char *vectors) {
+extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_h(const float *h, unsigned char *prepared) {
     ft_let_next_start();
     ft_wait_for_last();
-    ft_prepare<float, FT_INTERMEDIATE>(h, vectors);
+    ft_prepare<float, FT_INTERMEDIATE>(h, prepared);
 }
 
 extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)

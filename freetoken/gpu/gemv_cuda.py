@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import importlib.resources
+import re
 from dataclasses import dataclass
 
 import torch
 
 from freetoken.device.cuda import CudaDevice
+from freetoken.device.driver import Kernel
 from freetoken.errors import UnsupportedError
 from freetoken.executor import Activation
-from freetoken.formats.base import TILE_ROWS, Format
+from freetoken.formats.base import TILE_ROWS
 from freetoken.formats.record import RecordLayout
 from freetoken.gpu.units import COLUMNS, Units
 
@@ -26,6 +28,8 @@ _DIGITS = 3
 
 _VECTOR_ROOM = 24 << 10
 """Bytes of shared memory for vectors. Routes that do not fit are multiplied in turn, by weights from the cache."""
+_PIECE = 32
+"""Weights of a row that are multiplied at once."""
 _LANES = 256
 """Threads that prepare a row."""
 _SUMS = TILE_ROWS * COLUMNS * 4
@@ -39,12 +43,16 @@ class Shape:
     """How a kernel shares out its work.
 
     warps: of a block. depth: stages of a warp's ring. tiles: of down at once. resident: blocks of a multiprocessor.
+
+    The defaults were the best of 15 for mxfp4 on an H200 (2880/2880; 8, 16 and 4 units): more blocks or deeper rings
+    only keep bytes waiting, and the compiler needs the registers. 40, 74 and 25 us; with resident=4 41, 73 and 28; with
+    depth=3 40, 73 and 26; with warps=8 and resident=2 45, 83 and 30.
     """
 
     warps: int = 4
-    depth: int = 4
+    depth: int = 2
     tiles: int = 2
-    resident: int = 6
+    resident: int = 3
 
 
 DEFAULT = Shape()
@@ -53,8 +61,8 @@ DEFAULT = Shape()
 class CudaGemv:
     """Both products of one shard's experts for the routes of units. Holds no tensor.
 
-    dtype: that of x. With float32 results are as exact as fp32 sums are; else activations are rounded to 11 bits between
-    the products, to 8 with bf16 weights. Weights are exact always. Raises `DeviceError` where the compiler refuses.
+    dtype: that of x. With float32 results are as exact as fp32 sums are; else activations are rounded to 11 bits before
+    both products, to 8 with bf16 weights. Weights are exact always. Raises `DeviceError` where the compiler refuses.
     """
 
     def __init__(
@@ -79,8 +87,10 @@ class CudaGemv:
         self._k = 1  # a guess for `down` of how many routes a unit has; results do not depend on it
         self._blocks = ctypes.c_int(device.multiprocessors * shape.resident)
         self._numbers = ctypes.c_float(activation.alpha), ctypes.c_float(activation.limit)
+        source = _source(layout, activation, dtype, shape)
+        self._stage = _constant(source, "STAGE_UNITS") * _constant(source, "UNIT")
         self._prepare_x, self._prepare_h, self._gate_up, self._down = device.compile(
-            _source(layout, activation, dtype, shape), "prepare_x", "prepare_h", "gate_up", "down"
+            source, "prepare_x", "prepare_h", "gate_up", "down"
         )
 
     @staticmethod
@@ -97,11 +107,11 @@ class CudaGemv:
         _check(x, "x", self.layout.hidden, self.dtype)
         _check(out, "out", self.layout.intermediate, torch.float32)
         self._k = k
-        vectors = self._vectors(x)
-        self._prepare_x(x.data_ptr(), vectors.data_ptr(), blocks=len(x), threads=_LANES, early=True)
+        # not early: what is before this may be on several streams
+        prepared = self._prepare(self._prepare_x, x, early=False)
         columns, shared = self._room(self.layout.hidden, len(x), 2)
         self._gate_up(
-            vectors.data_ptr(),
+            prepared.data_ptr(),
             ctypes.c_int(len(x)),
             units.address.data_ptr(),
             units.route.data_ptr(),
@@ -120,16 +130,15 @@ class CudaGemv:
     def down(self, h: torch.Tensor, units: Units, out: torch.Tensor, offset: int = 0) -> None:
         """Write the output of each route of `units` to its row of `out`: bias and global applied, unweighted.
 
-        h: (B * k, I) float32, as `gate_up` wrote it. out: (B * k, H) float32. Records are read while what comes before this
-        in the stream still runs: they and `units` are from before that.
+        h: (B * k, I) float32, as `gate_up` wrote it. out: (B * k, H) float32. Records are read while what comes before
+        this in the stream still runs: they and `units` are from before that.
         """
         _check(h, "h", self.layout.intermediate, torch.float32)
         _check(out, "out", self.layout.hidden, torch.float32)
-        vectors = self._vectors(h)
-        self._prepare_h(h.data_ptr(), vectors.data_ptr(), blocks=len(h), threads=_LANES, early=True)
+        prepared = self._prepare(self._prepare_h, h, early=True)
         columns, shared = self._room(self.layout.intermediate, len(h) // self._k, self._shape.tiles)
         self._down(
-            vectors.data_ptr(),
+            prepared.data_ptr(),
             ctypes.c_int(len(h)),
             units.address.data_ptr(),
             units.route.data_ptr(),
@@ -143,26 +152,23 @@ class CudaGemv:
             early=True,
         )
 
-    def _vectors(self, rows: torch.Tensor) -> torch.Tensor:
-        """Room for what is prepared of rows: vectors, then a word for each row. The stream's order keeps it."""
-        return rows.new_empty(len(rows) * (self._digits * self._vector_bytes(rows.shape[1]) + 4), dtype=torch.uint8)
+    def _prepare(self, kernel: Kernel, rows: torch.Tensor, early: bool) -> torch.Tensor:
+        """Vectors of rows, then a word for each row. The order of the stream keeps them until they were read."""
+        nbytes = len(rows) * (self._digits * self._vector_bytes(rows.shape[1]) + 4)
+        prepared = rows.new_empty(nbytes, dtype=torch.uint8)
+        kernel(rows.data_ptr(), prepared.data_ptr(), blocks=len(rows), threads=_LANES, early=early)
+        return prepared
 
     def _vector_bytes(self, k: int) -> int:
-        width = _stage(self.layout.format)[0]
+        width = self.layout.format.block if self.layout.format.ragged else _PIECE
         return -(-k // width) * width * 2
 
     def _room(self, k: int, tokens: int, tiles: int) -> tuple[int, int]:
-        """How many vectors of k values are multiplied at once, and the bytes of shared memory for them and the rings."""
+        """How many vectors of k values are multiplied at once, and bytes of shared memory for them and the rings."""
         vectors = self._vector_bytes(k) * self._digits
         routes = max(1, min(tokens, COLUMNS // self._digits, _VECTOR_ROOM // vectors))
-        rings = self._shape.warps * tiles * (self._shape.depth * _stage(self.layout.format)[1] + _SUMS)
+        rings = self._shape.warps * tiles * (self._shape.depth * self._stage + _SUMS)
         return routes * self._digits, routes * vectors + rings
-
-
-def _stage(fmt: Format) -> tuple[int, int]:
-    """Weights of a row and bytes of a stage, as tile_<name>.cuh has it."""
-    width = 64 if fmt.bits == 16 else 128
-    return width, TILE_ROWS * (width * fmt.bits // 8 + fmt.n_blocks(width) * fmt.scale_bytes)
 
 
 def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, shape: Shape) -> str:
@@ -186,6 +192,13 @@ def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, sh
     folder = importlib.resources.files(__package__)
     files = "device.cuh", "tile.cuh", f"tile_{layout.format.kernels}.cuh", "gemv.cu"
     return f"{head}#define FT_X {_X[dtype]}\n" + "".join((folder / name).read_text(encoding="utf-8") for name in files)
+
+
+def _constant(source: str, name: str) -> int:
+    """A number of tile_<name>.cuh."""
+    found = re.search(rf"FT_{name} = (\d+)", source)
+    assert found, f"no FT_{name} among the constants of a tile"
+    return int(found[1])
 
 
 def _check(tensor: torch.Tensor, name: str, width: int, dtype: torch.dtype) -> None:

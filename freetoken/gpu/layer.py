@@ -18,6 +18,7 @@ from freetoken.device.base import Device
 from freetoken.device.cuda import CudaDevice
 from freetoken.errors import UnsupportedError
 from freetoken.executor import Activation
+from freetoken.formats.base import Format
 from freetoken.formats.record import Expert, RecordLayout
 from freetoken.gpu.combine import combine
 from freetoken.gpu.gemv import TritonGemv
@@ -74,7 +75,7 @@ class LayerKernels:
         self.hidden = layouts[0].hidden
         self._device = device
         offsets = [0, *itertools.accumulate(layout.nbytes for layout in layouts)]
-        for choice in _gemvs(device):
+        for choice in _gemvs(device, layouts[0].format):
             self._shards = [
                 _Shard(layout, offset, choice(layout, activation, dtype), GroupedProduct(layout, activation))
                 for layout, offset in zip(layouts, offsets, strict=False)
@@ -167,12 +168,12 @@ class LayerKernels:
         return max(float(np.linalg.norm(out.double().cpu().numpy() - expected) / scale) for out in found)
 
 
-def _gemvs(device: Device) -> list[Callable[[RecordLayout, Activation, torch.dtype], Gemv]]:
-    """What can be used on a device, the faster one first."""
-    plain: list[Callable[[RecordLayout, Activation, torch.dtype], Gemv]] = [lambda *of: TritonGemv(*of[:2])]
-    if not isinstance(device, CudaDevice) or not CudaGemv.runs_on(device):
-        return plain
-    return [lambda *of: CudaGemv(device, *of), *plain]
+def _gemvs(device: Device, fmt: Format) -> list[Callable[[RecordLayout, Activation, torch.dtype], Gemv]]:
+    """What can be used on a device, the faster one first: Triton is near memory's rate where decoding is cheap."""
+    found: list[Callable[[RecordLayout, Activation, torch.dtype], Gemv]] = [lambda *of: TritonGemv(*of[:2])]
+    if isinstance(device, CudaDevice) and CudaGemv.runs_on(device):
+        found.insert(0 if fmt.bits == 4 else 1, lambda *of: CudaGemv(device, *of))
+    return found
 
 
 def only_with(ids: torch.Tensor, address: torch.Tensor) -> torch.Tensor:

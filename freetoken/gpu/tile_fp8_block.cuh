@@ -1,9 +1,10 @@
-/* fp8_block: a stage is a block of 128, 16 fp32 scales and 32 lines, of which a piece has eight. The bits of e4m3 in fp16's
+/* fp8_block: a unit is a block of 128, 16 fp32 scales and 32 lines, of which a piece has eight. The bits of e4m3 in fp16's
    places are 2^-8 times its value, where it is subnormal, too. */
 enum {
     FT_BITS = 8,
-    FT_PIECES = 4,
-    FT_STAGE = 2112, /* bytes */
+    FT_PIECES = 4, /* of a unit */
+    FT_UNIT = 2112,  /* bytes of a unit of a tile */
+    FT_STAGE_UNITS = 1,
     FT_SCALED = 1,
     FT_TOP = 8,
     FT_WEIGHTS = -8

@@ -2,8 +2,9 @@
    sum of a block, in fp32. */
 enum {
     FT_BITS = 4,
-    FT_PIECES = 4,
-    FT_STAGE = 4 * 272, /* bytes */
+    FT_PIECES = 1, /* of a unit */
+    FT_UNIT = 272,  /* bytes of a unit of a tile */
+    FT_STAGE_UNITS = 6,
     FT_SCALED = 1,
     FT_TOP = 14, /* log2 of what activations are scaled to: the weights' 2^-14 is made up for */
     FT_WEIGHTS = -14
@@ -15,9 +16,9 @@ FT_DEVICE int ft_scales_at(int g, int) { return 2 * g; }
 /* 2^(code - 127). 2^-127 is no normal number, and its bits are the least of all. */
 FT_DEVICE float ft_e8m0(unsigned int code) { return ft_float(ft_max(code << 23, 0x00400000u)); }
 
-FT_DEVICE void ft_piece(const ft_tile &tile, int piece, const uint4 &x, float *sum) {
-    const uint2 codes = *(const uint2 *)(tile.codes + 272 * piece);
-    const unsigned char *scales = tile.scales + 272 * piece;
+FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
+    const uint2 codes = *(const uint2 *)(tile.codes);
+    const unsigned char *scales = tile.scales;
     unsigned int low[4], high[4];
     ft_e2m1(codes.x, low);
     ft_e2m1(codes.y, high);

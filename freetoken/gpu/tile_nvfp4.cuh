@@ -2,8 +2,9 @@
    of 2^-18 of at most six bits, below 11. So the scales go to the weights. */
 enum {
     FT_BITS = 4,
-    FT_PIECES = 4,
-    FT_STAGE = 8 * 144, /* bytes */
+    FT_PIECES = 1, /* of a unit */
+    FT_UNIT = 288,  /* bytes of a unit of a tile */
+    FT_STAGE_UNITS = 6,
     FT_SCALED = 1,
     FT_TOP = 8,
     FT_WEIGHTS = -8
@@ -17,9 +18,9 @@ FT_DEVICE unsigned int ft_two_e4m3(unsigned int code) {
     return ft_mul_f16x2(code * 0x00800080u & 0x3F803F80u, 0x74007400u);
 }
 
-FT_DEVICE void ft_piece(const ft_tile &tile, int piece, const uint4 &x, float *sum) {
-    const uint2 codes = *(const uint2 *)(tile.codes + 288 * piece);
-    const unsigned char *scales = tile.scales + 288 * piece;
+FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
+    const uint2 codes = *(const uint2 *)(tile.codes);
+    const unsigned char *scales = tile.scales;
     const unsigned int low_scale = ft_two_e4m3(scales[0]), high_scale = ft_two_e4m3(scales[1]);
     unsigned int low[4], high[4];
     ft_e2m1(codes.x, low);

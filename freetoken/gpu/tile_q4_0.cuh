@@ -1,8 +1,9 @@
 /* q4_0: a piece is a block of 32, 16 fp16 scales and four lines. 1024 + code is fp16 with the code in its lowest bits. */
 enum {
     FT_BITS = 4,
-    FT_PIECES = 4,
-    FT_STAGE = 4 * 288, /* bytes */
+    FT_PIECES = 1, /* of a unit */
+    FT_UNIT = 288,  /* bytes of a unit of a tile */
+    FT_STAGE_UNITS = 6,
     FT_SCALED = 1,
     FT_TOP = 8,
     FT_WEIGHTS = 0
@@ -20,9 +21,9 @@ FT_DEVICE void ft_less_8(unsigned int codes, unsigned int *pairs) {
     pairs[3] = ft_fma_f16x2((later & 0x00F000F0u) | 0x64006400u, sixteenth, 0xD480D480u);
 }
 
-FT_DEVICE void ft_piece(const ft_tile &tile, int piece, const uint4 &x, float *sum) {
-    const uint2 codes = *(const uint2 *)(tile.codes + 288 * piece);
-    const unsigned int scales = *(const unsigned int *)(tile.scales + 288 * piece);
+FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
+    const uint2 codes = *(const uint2 *)(tile.codes);
+    const unsigned int scales = *(const unsigned int *)(tile.scales);
     unsigned int low[4], high[4];
     ft_less_8(codes.x, low);
     ft_less_8(codes.y, high);

@@ -2,8 +2,9 @@
    byte. */
 enum {
     FT_BITS = 8,
-    FT_PIECES = 4,
-    FT_STAGE = 4 * 544, /* bytes */
+    FT_PIECES = 1, /* of a unit */
+    FT_UNIT = 544,  /* bytes of a unit of a tile */
+    FT_STAGE_UNITS = 4,
     FT_SCALED = 1,
     FT_TOP = 8,
     FT_WEIGHTS = 0
@@ -18,10 +19,10 @@ FT_DEVICE void ft_int8(unsigned int codes, unsigned int *pairs) {
     pairs[1] = ft_fma_f16x2(ft_bytes(codes, 0x64646464u, 0x4342), 0x3C003C00u, 0xE480E480u);
 }
 
-FT_DEVICE void ft_piece(const ft_tile &tile, int piece, const uint4 &x, float *sum) {
-    const unsigned int scales = *(const unsigned int *)(tile.scales + 544 * piece);
-    const uint2 first = *(const uint2 *)(tile.codes + 544 * piece);
-    const uint2 second = *(const uint2 *)(tile.codes + 544 * piece + 256);
+FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
+    const unsigned int scales = *(const unsigned int *)(tile.scales);
+    const uint2 first = *(const uint2 *)(tile.codes);
+    const uint2 second = *(const uint2 *)(tile.codes + 256);
     unsigned int low[4], high[4];
     ft_int8(first.x, low);
     ft_int8(first.y, high);

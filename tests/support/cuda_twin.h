@@ -104,9 +104,14 @@ typedef unsigned char *ft_address;
 static inline ft_address ft_address_of(const void *shared) { return (ft_address)shared; }
 static inline void ft_open_slot(ft_address) {}
 static inline void ft_opened() {}
-static inline void ft_expect(int, ft_address, int) {}
-static inline void ft_copy(ft_address to, const void *from, int bytes, ft_address, int lane) {
-    for (int at = 16 * lane; at < bytes; at += 512) ft_me().open.push_back({to + at, (const char *)from + at});
+static inline int ft_uniform(int value) { return __shfl_sync(~0u, value, 0); }
+template <int COUNT>
+static inline void ft_fill_slot(ft_address to, int room, const unsigned char *from, int step, int bytes, int n, ft_address,
+                                int lane) {
+    if (n > COUNT) abort();
+    for (int i = 0; i < n; i++)
+        for (int at = 16 * lane; at < bytes; at += 512)
+            ft_me().open.push_back({to + i * room + at, from + i * step + at});
 }
 static inline void ft_end_slot() {
     ft_me().groups.push_back(std::move(ft_me().open));

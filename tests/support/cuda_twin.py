@@ -40,7 +40,7 @@ class TwinDevice:
             command = [
                 COMPILER,
                 "-std=c++20",
-                "-O2",
+                "-O1",
                 "-w",
                 "-shared",
                 "-fPIC",

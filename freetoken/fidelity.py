@@ -73,7 +73,7 @@ def perplexity(
 ) -> Perplexity:
     """Teacher-forced perplexity of `tokens` (N,) in windows of `window`; a rest shorter than a window is left out.
 
-    model: its tokens are put on its `device`, if it says one. on_tokens is called with the number of tokens just scored.
+    model: it gets tokens on its `device`, if it says one. on_tokens is called with the number of tokens just scored.
     Raises `ConfigError` when there is not one window.
     """
     if window < 1:

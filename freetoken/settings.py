@@ -151,5 +151,5 @@ GPU_RESERVE = Number(
     "FREETOKEN_GPU_RESERVE",
     2048,
     1 << 30,
-    "MiB of a GPU's free memory that cache=auto leaves for activations and the attention's cache",
+    "MiB of a GPU's free memory that experts never take: they are for activations and the attention's cache",
 )

@@ -246,6 +246,9 @@ class Device(Protocol):
     def lane(self) -> Lane:
         """A new one, beside all others."""
 
+    def active(self) -> AbstractContextManager[None]:
+        """Around kernels that others than this device launch: it is the one that they run on."""
+
     def free_bytes(self) -> int:
         """Of the device's memory, what torch can still allocate."""
 

@@ -325,6 +325,10 @@ class CudaDevice:
         with self.entered("lane"):
             return CudaLane(self, torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
 
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """See `Device`."""
+        return torch.cuda.device(self.torch_device)
+
     def free_bytes(self) -> int:
         """See `Device`."""
         with self.entered("free_bytes"):

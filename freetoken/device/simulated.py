@@ -254,6 +254,10 @@ class SimulatedDevice:
         self._lanes.add(lane)
         return lane
 
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """See `Device`."""
+        return contextlib.nullcontext()
+
     def free_bytes(self) -> int:
         """See `Device`."""
         return self._memory_bytes

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,13 +70,7 @@ def check_room(
     """What goes on the device beside the dense part; raises what `choose_room` does. Nothing is allocated."""
     free = device.free_bytes()
     if dense_bytes > free:
-        raise CapacityError(
-            f"the dense part needs {format_bytes(dense_bytes)} on {device.name}, where {format_bytes(free)} are free: "
-            "free some, or use device='cpu'",
-            needed=dense_bytes,
-            available=free,
-            where=device.name,
-        )
+        raise _dense_error(device, dense_bytes)
     return choose_room(layers, free - dense_bytes, strategy, cache)
 
 
@@ -87,12 +82,28 @@ def place(
 ) -> None:
     """Move a model from `load` or `attach` to a device: its dense part, and for the experts a strategy.
 
-    strategy, cache: see `load`. On an error the model stays as it was, on the CPU. Raises what `check_room` and
-    `open_device` do.
+    strategy, cache: see `load`. On an error the model stays as it was, on the CPU. Raises `ConfigError`,
+    `UnsupportedError` or `CapacityError`.
     """
+    with opened(device) as target:
+        if target is not None:
+            move(model, target, strategy, cache, owned=target is not device)
+
+
+@contextlib.contextmanager
+def opened(device: str | torch.device | Device) -> Iterator[Device | None]:
+    """`open_device`, and closed again on an error if it was opened here."""
     target = open_device(device)
-    if target is None:
-        return
+    try:
+        yield target
+    except BaseException:
+        if target is not None and target is not device:
+            target.close()
+        raise
+
+
+def move(model: Any, target: Device, strategy: str | None, cache: str | float, *, owned: bool) -> None:
+    """What `place` does. owned: the device is closed with the model."""
     modules = [module for module in model.modules() if layer_of(module) is not None]
     bound = [layer for module in modules if isinstance(layer := layer_of(module), BoundLayer)]
     if not bound or len(bound) < len(modules):
@@ -103,26 +114,35 @@ def place(
             value=type(model),
             expected="a model with experts in host banks",
         )
-    top_k = experts_per_token(model.config.get_text_config().to_dict())
+    top_k = max(1, experts_per_token(model.config.get_text_config().to_dict()))
     shapes = [LayerExperts.of(layer.bank, top_k) for layer in bound]
     dense = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     room = check_room(target, shapes, dense, strategy, cache)
     experts = DeviceExperts(target, bound, shapes, room, model.dtype)
     try:
         model.to(target.torch_device)
-    except BaseException:
+    except BaseException as error:
         experts.close()
         model.to("cpu")
+        if isinstance(error, torch.OutOfMemoryError):
+            raise _dense_error(target, dense) from error
         raise
     if isinstance(quantizer := getattr(model, "hf_quantizer", None), FreetokenQuantizer):
         quantizer.compiles = False  # a compiled step would be captured, and experts are not, here
     for module, layer in zip(modules, experts.layers, strict=True):
         attach_layer(module, layer)
+    if owned:
+        weakref.finalize(model, target.close)  # after what is registered later
     weakref.finalize(model, experts.close)
-    logger.info(
-        "%s: strategy %s, %d slots, buffers of %s",
-        target.name,
-        room.strategy,
-        sum(room.slots),
-        format_bytes(room.buffer_bytes),
+    logger.info("%s: strategy %s, %d slots", target.name, room.strategy, sum(room.slots))
+
+
+def _dense_error(device: Device, needed: int) -> CapacityError:
+    free = device.free_bytes()
+    return CapacityError(
+        f"the dense part needs {format_bytes(needed)} on {device.name}, where {format_bytes(free)} are free: free some "
+        "of it, or use device='cpu'",
+        needed=needed,
+        available=free,
+        where=device.name,
     )

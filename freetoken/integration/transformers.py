@@ -53,7 +53,7 @@ from freetoken.errors import CheckpointError, ConfigError, FreeTokenError
 from freetoken.executor import BoundLayer, Executor
 from freetoken.formats.base import Format
 from freetoken.integration import gguf
-from freetoken.integration.device import check_room, check_strategy, open_device, place
+from freetoken.integration.device import check_room, check_strategy, move, opened
 from freetoken.integration.hub import local_folder
 from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward, layer_of, refuse_after_fork
 from freetoken.integration.plan import LoadPlan
@@ -175,25 +175,25 @@ def load(
     readers = require_memory(found, fmt, shared, resolved.itemsize, len(workers), where.pieces)
     with tqdm(total=found.scale_parts, desc="checking scales", disable=not show, delay=1, leave=False) as bar:
         found.check_scales(bar.update, readers)
-    where_to = open_device(device)
-    if where_to is not None:
-        _, dense = needed_bytes(found, fmt, resolved.itemsize)
-        check_room(where_to, _shapes(found, fmt, config), dense, strategy, cache)
-    executor, watch = Executor(workers, resolved, machine.why(threads), where), guard.from_settings()
-    tokenizer = _load_tokenizer(found.checkpoint, trust_remote_code)
-    plan = LoadPlan(found, fmt)
-    with watch, clamp_threads(machine):
-        with _DENSE_LOAD:
-            model = _load_dense(config, resolved, plan, trust_remote_code, show, model_kwargs)
-        _attach_experts(model, plan, executor, shared, readers, watch, show)
-        if where_to is not None:
-            place(model, where_to, strategy, cache)
+    with opened(device) as target:
+        if target is not None:
+            _, dense = needed_bytes(found, fmt, resolved.itemsize)
+            check_room(target, _shapes(found, fmt, config), dense, strategy, cache)
+        executor, watch = Executor(workers, resolved, machine.why(threads), where), guard.from_settings()
+        tokenizer = _load_tokenizer(found.checkpoint, trust_remote_code)
+        plan = LoadPlan(found, fmt)
+        with watch, clamp_threads(machine):
+            with _DENSE_LOAD:
+                model = _load_dense(config, resolved, plan, trust_remote_code, show, model_kwargs)
+            _attach_experts(model, plan, executor, shared, readers, watch, show)
+        if target is not None:
+            move(model, target, strategy, cache, owned=target is not device)
     return model, tokenizer
 
 
 def _shapes(found: ExpertScan, fmt: Format | None, config: Any) -> list[LayerExperts]:
     """What the layers of a checkpoint ask of a device, which its headers say; shards are not cut yet."""
-    top_k = experts_per_token(config.get_text_config().to_dict())
+    top_k = max(1, experts_per_token(config.get_text_config().to_dict()))
     return [LayerExperts(group.n_experts, top_k, (group.layout(fmt).nbytes,)) for group in found.groups]
 
 

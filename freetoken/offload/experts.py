@@ -107,7 +107,8 @@ class DeviceExperts:
                 "strategy='cpu'",
                 feature="triton",
             ) from error
-        self._slotted = SlottedExperts(device, layers, shapes, room, dtype)
+        with device.active():
+            self._slotted = SlottedExperts(device, layers, shapes, room, dtype)
         if not resident:
             self._pinner = Pinner(device, [layer.bank for layer in layers], on_pinned=self._try_link)
             self._pinner.start()
@@ -125,7 +126,7 @@ class DeviceExperts:
             return self.run(layer, x.to(on), ids.to(on), weights.to(on)).to(x.device)
         if not len(x):
             return torch.empty_like(x)
-        with self._lock:
+        with self._lock, self.device.active():
             if self._closed:
                 raise ClosedError("this model's experts were closed: load it again", what="DeviceExperts")
             self._begin(layer.number)

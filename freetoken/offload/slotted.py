@@ -71,11 +71,9 @@ class SlottedExperts:
 
         rest: this layer and those after it whose banks the device reaches, in their order.
         """
-        tokens, k = ids.shape
-        few = min(COLUMNS, MOST_ROUTES // k, self._fitting_tokens(number, k))
-        # several look-ups fetch what they need; streaming fetches all, once
-        if few and tokens <= few * (1 if self.resident else max(1, self._shapes[number].n_experts // (2 * k * few))):
-            parts = [slice(start, start + few) for start in range(0, tokens, few)]
+        few = self._tokens_at_once(number, *ids.shape)
+        if few:
+            parts = [slice(start, start + few) for start in range(0, len(ids), few)]
             found = [self._few(number, x[part], ids[part], weights[part]) for part in parts]
             return found[0] if len(found) == 1 else torch.cat(found)
         kernels = self._kernels[number]
@@ -99,10 +97,16 @@ class SlottedExperts:
             self._gather(number)(found.fetches)
         return self._kernels[number].few(x, ids, weights, found.units)
 
-    def _fitting_tokens(self, number: int, k: int) -> int:
-        """So many tokens surely find slots for all their experts."""
-        slots = self.pool.slots[number]
-        return MOST_ROUTES if slots == self._shapes[number].n_experts else slots // k
+    def _tokens_at_once(self, number: int, tokens: int, k: int) -> int:
+        """Tokens of one look-up, all of whose experts surely find slots; 0 where matrix products are better.
+
+        They are for more tokens than a unit has columns; where experts are fetched, for so many that several look-ups
+        would fetch more than half of the layer, which is streamed once instead.
+        """
+        slots, experts = self.pool.slots[number], self._shapes[number].n_experts
+        few = min(COLUMNS, MOST_ROUTES // k, COLUMNS if slots == experts else slots // k)
+        most = few if self.resident else max(few, experts // (2 * k) // max(1, few) * few)
+        return few if tokens <= most else 0
 
     def _gather(self, number: int) -> Gather:
         if number not in self._gathers:

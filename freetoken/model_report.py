@@ -65,14 +65,7 @@ class Report:
     @property
     def fetched_bytes_per_token(self) -> float | None:
         """Bytes that were fetched into slots for a token; None before any expert was looked up."""
-        if self.device is None or self.device.statistics is None or not self.device.statistics.routed:
-            return None
-        return self.device.statistics.fetched_bytes / (self.device.statistics.routed / self.routes_per_token)
-
-    @property
-    def routes_per_token(self) -> int:
-        """Experts that a token goes through."""
-        return self.layers * self.experts_per_token
+        return None if self.device is None or self.hit_rate is None else self.device.fetched_bytes_per_token
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, ready for JSON."""

@@ -40,7 +40,7 @@ _PROBE_BYTES = 64 << 20
 class Usage:
     """What of a model's experts is where on a device, and what was moved; bytes.
 
-    statistics: of look-ups, None without slots. streamed_bytes: copied for many tokens at once. link_bps: what a plain
+    statistics: of look-ups, None without slots. fetched_bytes_per_token: into slots. streamed_bytes: copied for many tokens at once. link_bps: what a plain
     copy from pinned memory reached when the first layer was pinned, bytes a second; 0 where none was made.
     """
 
@@ -51,6 +51,7 @@ class Usage:
     buffer_bytes: int
     pinned: Pinned | None
     statistics: Statistics | None
+    fetched_bytes_per_token: float
     streamed_bytes: int
     link_bps: float
     kernels: tuple[str, ...]
@@ -214,6 +215,7 @@ class DeviceExperts:
                 buffer_bytes=0 if streamer is None else streamer.nbytes,
                 pinned=None if self._pinner is None else self._pinner.status,
                 statistics=None if pool is None else pool.statistics(),
+                fetched_bytes_per_token=0.0 if pool is None else pool.fetched_bytes_per_token(),
                 streamed_bytes=0 if streamer is None else streamer.copied_bytes,
                 link_bps=self._link_bps,
                 kernels=() if slotted is None else slotted.kernels,

@@ -286,6 +286,12 @@ class SlotPool:
         steps, routed, hits, misses = counts[layer].tolist()
         return Statistics(steps, routed, hits, misses, misses * self.layers[layer].slot_bytes)
 
+    def fetched_bytes_per_token(self) -> float:
+        """Bytes that a token fetches into slots, over all layers that were looked up in; waits for the device."""
+        counted = zip(self._counts.cpu().tolist(), self.layers, strict=True)
+        tokens = ((misses * layer.slot_bytes, routed / layer.top_k) for (_, routed, _, misses), layer in counted)
+        return sum((nbytes / n for nbytes, n in tokens if n), 0.0)
+
     def reset_statistics(self) -> None:
         """Count from 0."""
         self._counts.zero_()

@@ -223,6 +223,9 @@ def test_statistics_are_summed_and_reset() -> None:
     assert pool.statistics(1) == Statistics(steps=4, routed=8, hits=2, misses=6, fetched_bytes=6 * 256)
     assert pool.statistics() == Statistics(steps=5, routed=18, hits=9, misses=9, fetched_bytes=3 * 128 + 6 * 256)
     assert pool.statistics().hit_rate == 0.5
+    assert pool.fetched_bytes_per_token() == 3 * 128 / 5 + 6 * 256 / 4
+    pool.tables(0).counts.zero_()  # a layer that the host computes
+    assert pool.fetched_bytes_per_token() == 6 * 256 / 4
     pool.reset_statistics()
     assert pool.statistics() == Statistics(0, 0, 0, 0, 0)
     pool.count(False)

@@ -40,8 +40,9 @@ _PROBE_BYTES = 64 << 20
 class Usage:
     """What of a model's experts is where on a device, and what was moved; bytes.
 
-    statistics: of look-ups, None without slots. fetched_bytes_per_token: into slots. streamed_bytes: copied for many tokens at once. link_bps: what a plain
-    copy from pinned memory reached when the first layer was pinned, bytes a second; 0 where none was made.
+    statistics: of look-ups, None without slots. fetched_bytes_per_token: into slots. streamed_bytes: copied for many
+    tokens at once. link_bps: what a plain copy from pinned memory reached when the first layer was pinned, bytes a
+    second; 0 where none was made. host_threads: that compute layers, 0 where none was computed there.
     """
 
     device: str

@@ -357,7 +357,7 @@ def test_banks_are_pinned_before_anything_is_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[object] = []
-    pinned = Pinned(3, 100, 0, 1, 30, "the driver says no")
+    pinned = Pinned(("pinned", "refused"), (100, 30), "the driver says no")
     layer = SimpleNamespace(experts=SimpleNamespace(wait_until_pinned=lambda: calls.append("waited") or pinned))
     monkeypatch.setattr(gpu_decode, "place", lambda model, **given: calls.append(given))
     monkeypatch.setattr(gpu_decode, "layer_of", lambda module: layer if isinstance(module, torch.nn.Linear) else None)
@@ -370,7 +370,7 @@ def test_banks_are_pinned_before_anything_is_timed(
     assert calls[0] == {"device": "cuda:1", "strategy": "offload", "cache": 0.25}
     assert calls[2] == {"device": "cuda:0", "strategy": "resident", "cache": "auto"}
     assert calls[1] == calls[3] == "waited"
-    assert "1 refused, 30 bytes (the driver says no)" in capsys.readouterr().err
+    assert "layers 1 refused, 30 bytes (the driver says no)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("usage", [None, SimpleNamespace(slots=0, statistics=None)])

@@ -233,24 +233,74 @@ def test_what_fits_is_resident(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_deleted_model_gives_everything_back(tiny: Path) -> None:
-    registered: list[int] = []
-
-    class Counting(SimulatedDevice):
-        @contextlib.contextmanager
-        def register(self, memory: NDArray[Any]) -> Iterator[None]:
-            registered.append(memory.ctypes.data)
-            try:
-                yield
-            finally:
-                registered.remove(memory.ctypes.data)
-
-    other = loaded(tiny, simulated(Counting), "offload", 0.5)
+    device = simulated(Counting)
+    other = loaded(tiny, device, "offload", 0.5)
     logits(other, torch.arange(3)[None])
-    assert registered
+    assert device.registered
     records = [weakref.ref(layer.bound.bank) for layer in experts_of(other).layers if layer.bound is not None]
     del other
     gc.collect()
-    assert not registered and not any(ref() for ref in records)
+    assert not device.registered and not any(ref() for ref in records)
+
+
+class Counting(SimulatedDevice):
+    """Knows what is registered, and whether it was closed."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.registered: list[int] = []
+        self.closed = 0
+
+    @contextlib.contextmanager
+    def register(self, memory: NDArray[Any]) -> Iterator[None]:
+        self.registered.append(memory.ctypes.data)
+        try:
+            yield
+        finally:
+            self.registered.remove(memory.ctypes.data)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_dense_part_that_does_not_arrive(tiny: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model stays on the CPU, as it was, and nothing is pinned."""
+    device = simulated(Counting)
+    other, _ = freetoken.load(tiny, dtype=torch.float32)
+    to, calls = type(other).to, [0]
+
+    def fail(self: Any, *args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise torch.OutOfMemoryError("no")
+        return to(self, *args)
+
+    monkeypatch.setattr(type(other), "to", fail)
+    with pytest.raises(CapacityError, match="the dense part needs"):
+        place(other, device, "offload", 0.5)
+    assert not device.registered
+    ids = torch.arange(5)[None]
+    check_same(logits(other, ids), logits(model, ids))
+    place(other, device, "offload", 0.5)
+    check_same(logits(other, ids), logits(model, ids))
+
+
+def test_a_device_is_closed_by_who_opened_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = simulated(Counting)
+    other, _ = freetoken.load(tiny, device=mine)
+    del other
+    gc.collect()
+    assert not mine.closed
+    theirs = simulated(Counting)
+    monkeypatch.setattr("freetoken.integration.device.open_device", lambda name: theirs)
+    other, _ = freetoken.load(tiny, device="cuda")
+    assert not theirs.closed
+    del other
+    gc.collect()
+    assert theirs.closed == 1
+    with pytest.raises(ConfigError, match="cache='much'"):
+        freetoken.load(tiny, device="cuda", strategy="offload", cache="much")
+    assert theirs.closed == 2
 
 
 EXIT = """

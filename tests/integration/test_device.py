@@ -35,7 +35,7 @@ from freetoken.integration.operator import layer_of
 from freetoken.memory.placement import Placement
 from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.layer import DeviceLayer
-from freetoken.offload.pinning import REFUSED
+from freetoken.offload.pinning import REFUSED, Pinner
 
 STRATEGIES = ("cpu", "offload", "resident")
 
@@ -169,6 +169,27 @@ def test_before_anything_is_pinned(tiny: Path, model: Any, monkeypatch: pytest.M
     assert pinner is not None
     pinner.run()
     check_same(logits(other, ids), logits(model, ids))
+
+
+def test_a_prompt_waits_for_banks_to_be_pinned(
+    tiny: Path, model: Any, monkeypatch: pytest.MonkeyPatch, small_reserve: None
+) -> None:
+    """A few tokens do not."""
+    monkeypatch.setattr("freetoken.offload.experts._PROMPT_TOKENS", 12)
+    start = Pinner.start
+    with monkeypatch.context() as context:
+        context.setattr(Pinner, "start", lambda self: None)
+        other, _ = freetoken.load(tiny, device=simulated(), strategy="offload", cache=0.5, dtype=torch.float32)
+    for tokens, begins in ((2, False), (12, True)):
+        pinner = experts_of(other)._pinner
+        assert pinner is not None
+        if begins:
+            start(pinner)
+        ids = torch.arange(tokens)[None]
+        check_same(logits(other, ids), logits(model, ids))
+        usage = experts_of(other).usage()
+        assert usage.pinned is not None and usage.pinned.layers() == ((0, 1) if begins else ())
+    assert usage.streamed_bytes
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from freetoken.device.base import Device, Lane
-from freetoken.errors import ClosedError, FreeTokenError, UnsupportedError
+from freetoken import settings
+from freetoken.device.base import Device, Lane, is_in_duty
+from freetoken.errors import CapacityError, ClosedError, DeviceError, UnsupportedError
 from freetoken.executor import BoundLayer, forked_error
 from freetoken.offload.host import HostExperts
 from freetoken.offload.layer import DeviceLayer
@@ -67,6 +68,14 @@ class Usage:
         return None if self.statistics is None or not self.statistics.routed else self.statistics.hit_rate
 
 
+class _Step(threading.local):
+    """A thread's forward pass. token: by which the pinner knows it. launched: what the host computes for it."""
+
+    def __init__(self) -> None:
+        self.token: object | None = None
+        self.launched: list[int] = []
+
+
 class DeviceExperts:
     """All layers of a model on a device.
 
@@ -91,9 +100,8 @@ class DeviceExperts:
         self._pid = os.getpid()
         self._closed = False
         self._lane: Lane | None = None
-        self._step = contextlib.ExitStack()  # what is to be done when the step is over
+        self._step = _Step()
         self._host: HostExperts | None = None
-        self._host_in_step = False
         self._pinner: Pinner | None = None
         self._link_bps = 0.0
         resident = room.strategy == "resident"
@@ -113,7 +121,16 @@ class DeviceExperts:
                 feature="triton",
             ) from error
         with device.active():
-            self._slotted = SlottedExperts(device, layers, shapes, room, dtype)
+            try:
+                self._slotted = SlottedExperts(device, layers, shapes, room, dtype)
+            except torch.OutOfMemoryError as error:
+                raise CapacityError(
+                    f"{device.name} refused memory for slots and buffers: ask for a smaller cache, or raise "
+                    f"{settings.GPU_RESERVE.name}",
+                    needed=sum(n * shape.slot_bytes for n, shape in zip(room.slots, shapes, strict=True)),
+                    available=device.free_bytes(),
+                    where=device.name,
+                ) from error
         if not resident:
             self._pinner = Pinner(device, [layer.bank for layer in layers], on_pinned=self._try_link)
             self._pinner.start()
@@ -134,11 +151,11 @@ class DeviceExperts:
         with self._lock, self.device.active():
             if self._closed:
                 raise ClosedError("this model's experts were closed: load it again", what="DeviceExperts")
-            self._begin(layer.number, len(x))
+            self._go_on(layer.number, len(x))
             try:
                 out = self._compute(layer, x.contiguous(), ids.contiguous(), weights.contiguous())
                 if layer.number == len(self.layers) - 1:
-                    self._step.close()
+                    self._finish()
             except BaseException:
                 self._abandon()
                 raise
@@ -148,41 +165,46 @@ class DeviceExperts:
         number = layer.number
         if self._slotted is None or (self._pinner is not None and not self._pinner.is_pinned(number)):
             assert layer.bound is not None, "only resident layers are not bound, and they have slots"
-            return self._on_host().run(number, layer.bound, x, ids, weights)
+            if self._host is None:
+                self._host = HostExperts(self.device, self._executor)
+            return self._host.run(number, layer.bound, self._step.launched, x, ids, weights)
         rest = [n for n in range(number, len(self.layers)) if self._pinner is None or self._pinner.is_pinned(n)]
         return self._slotted.run(number, x, ids, weights, rest)
 
-    def _on_host(self) -> HostExperts:
-        if self._host is None:
-            self._host = HostExperts(self.device, self._executor)
-        if not self._host_in_step:
-            self._host_in_step = True
-            self._step.callback(self._finish_host)
-        return self._host
+    def _go_on(self, number: int, tokens: int) -> None:
+        """This thread's step begins with its first layer, and one that was left is over then, or goes on.
 
-    def _finish_host(self) -> None:
-        """Before the step is over, whatever failed is raised."""
-        self._host_in_step = False
-        assert self._host is not None
-        self._host.finish()
-
-    def _begin(self, number: int, tokens: int) -> None:
-        """A step begins with its first layer; one that was left is over then. A prompt waits for banks to be pinned."""
+        A prompt waits for banks to be pinned.
+        """
         lane = self.device.current()
         if self._lane is not None and lane != self._lane:
             lane.after(self._lane.mark())
         self._lane = lane
         if number == 0:
-            self._step.close()
-            if self._pinner is not None:
-                if tokens >= _PROMPT_TOKENS:
-                    self._pinner.wait()
-                self._step.enter_context(self._pinner.step())
+            self._abandon()
+        if self._pinner is None:
+            return
+        if self._step.token is not None:
+            self._pinner.heard_of(self._step.token)
+        else:
+            if tokens >= _PROMPT_TOKENS:
+                self._pinner.wait()
+            self._step.token = self._pinner.begin()
+
+    def _finish(self) -> None:
+        """This thread's step is over; raises what failed of it on the host."""
+        if self._host is not None:
+            self._host.finish(self._step.launched)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._pinner is not None and self._step.token is not None:
+            self._pinner.end(self._step.token)
+        self._step.token, self._step.launched = None, []
 
     def _abandon(self) -> None:
-        """A step ends by an error, beside which others are not raised."""
-        with contextlib.suppress(FreeTokenError):
-            self._step.close()
+        """This thread's step ends before its last layer."""
+        self._leave()
         if self._slotted is not None and self._slotted.streamer is not None:
             self._slotted.streamer.stop()
 
@@ -190,6 +212,12 @@ class DeviceExperts:
         """Measure a plain copy from the first layer that is pinned; nothing else is on its way."""
         if self._link_bps:
             return
+        try:
+            self._link_bps = self._copy_rate(number)
+        except (DeviceError, torch.OutOfMemoryError) as error:
+            logger.info("the link's rate was not measured: %s", error)
+
+    def _copy_rate(self, number: int) -> float:
         bound = self.layers[number].bound
         assert bound is not None
         records = as_tensor(bound.bank.shards[0].records).reshape(-1)[:_PROBE_BYTES]
@@ -199,7 +227,7 @@ class DeviceExperts:
             start = clock.now()
             lane.copy(target, records)
             self.device.synchronize()
-            self._link_bps = records.nbytes / max(clock.now() - start, 1e-9)
+        return records.nbytes / max(clock.now() - start, 1e-9)
 
     # -- all of them
 
@@ -229,20 +257,28 @@ class DeviceExperts:
             )
 
     def close(self) -> None:
-        """End what is on its way, give back pinned memory and the device's. May be called again."""
-        with self._lock:
-            if self._closed or os.getpid() != self._pid:
+        """End what is on its way, give back pinned memory and the device's. May be called again, and by anyone."""
+        if os.getpid() != self._pid:  # a lock may be held by a thread that did not come along
+            return
+        if is_in_duty():  # by the collector: a duty's thread may not call the device
+            threading.Thread(target=self.close, name="freetoken-close").start()
+            return
+        with self._lock, contextlib.ExitStack() as steps:
+            if self._closed:
                 return
             self._closed = True
-            steps: list[Callable[[], object]] = [self._step.close]
-            if self._host is not None:
-                steps.append(self._host.close)
-            steps.append(self.device.synchronize)  # nothing reads banks or slots after this
+            self._leave()
+            # last in, first out; all of them, whatever one of them raises
             if self._pinner is not None:
-                steps.append(self._pinner.close)
-            for step in steps:
-                try:
-                    step()
-                except FreeTokenError as error:
-                    logger.warning("while closing: %s", error)
+                steps.callback(self._pinner.close)
+            steps.callback(self._settle)
+            if self._host is not None:
+                steps.callback(self._host.close)
             self._slotted = None
+
+    def _settle(self) -> None:
+        """Nothing reads banks after this."""
+        try:
+            self.device.synchronize()
+        except DeviceError as error:
+            logger.warning("while closing: %s", error)

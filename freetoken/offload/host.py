@@ -7,6 +7,7 @@ are first wanted; what a call leaves free has the id -1, of no expert.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,7 @@ class HostExperts:
     """Computes bound layers for tensors that lie on a device.
 
     Calls are for one thread at a time. An error of a layer comes out of a later call, or of `finish`: what was returned
-    before is not to be used until then.
+    is not to be used before that.
     """
 
     def __init__(self, device: Device, executor: Executor) -> None:
@@ -61,17 +62,29 @@ class HostExperts:
         return self._threads
 
     def run(
-        self, number: int, layer: BoundLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self,
+        number: int,
+        layer: BoundLayer,
+        launched: list[int],
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
     ) -> torch.Tensor:
-        """As `Executor.run`, for tensors on the device. number: the layer's."""
+        """As `Executor.run`, for tensors on the device. number: the layer's. launched: gets the steps to `finish`."""
         parts = [
-            self._run(number, layer, *(t[start : start + MOST_TOKENS] for t in (x, ids, weights)))
+            self._run(number, layer, launched, *(t[start : start + MOST_TOKENS] for t in (x, ids, weights)))
             for start in range(0, len(x), MOST_TOKENS)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(x)
 
     def _run(
-        self, number: int, layer: BoundLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self,
+        number: int,
+        layer: BoundLayer,
+        launched: list[int],
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
     ) -> torch.Tensor:
         n, k = ids.shape
         dtype = x.dtype if x.dtype in (torch.float32, torch.bfloat16) else torch.float32
@@ -88,7 +101,7 @@ class HostExperts:
 
         current.kernel(fill)
         launches.after(current.mark())
-        self._steps.launch(graph)
+        launched.append(self._steps.launch(graph))
         current.after(launches.mark())
         return here.out[:n].to(x.dtype, copy=True)
 
@@ -129,9 +142,10 @@ class HostExperts:
             self._graphs[key] = self._steps.bind(graph, {self._worker: [duty]})
         return self._graphs[key]
 
-    def finish(self) -> None:
-        """Return when all that was asked for is done; raises the `StepError` of what failed."""
-        self._steps.drain()
+    def finish(self, launched: Sequence[int]) -> None:
+        """Return when steps are done; raises the `StepError` of one that failed or was cancelled with another."""
+        for number in launched:
+            self._steps.wait(number)
 
     def close(self) -> None:
         """End what is on its way."""

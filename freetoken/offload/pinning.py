@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from freetoken import settings
 from freetoken.banks import LayerBank
 from freetoken.device.base import Device
-from freetoken.errors import ConfigError, DeviceError, FreeTokenError
+from freetoken.errors import ConfigError, DeviceError
 from freetoken.topology import format_cpu_list
 from freetoken.units import format_bytes
 
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 WAITING, PINNED, REFUSED, RELEASED = "waiting", "pinned", "refused", "released"
 """States of a layer's bank."""
+LEFT_S = 10.0
+"""Seconds after which a step counts as left if nothing was heard of it: an error between two layers is not seen."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Pinner:
         self._why = ""
         self._registered: list[contextlib.ExitStack | None] = [None] * len(self._banks)
         self._turn = threading.Condition()
-        self._steps = 0  # in flight
+        self._steps: dict[object, float] = {}  # in flight, and when each was last heard of
         self._wanted = False  # a registration waits for a moment without a step
         self._busy = False  # it goes on
         self._stopped = False
@@ -123,18 +126,32 @@ class Pinner:
         else:
             logger.info("%s", status)
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around a step: while one is in flight nothing is registered. Waits for a registration that goes on."""
+    def begin(self) -> object:
+        """A step begins: while one is in flight nothing is registered. Waits for a registration that goes on."""
+        step = object()
         with self._turn:
             self._turn.wait_for(lambda: not self._busy and not (self._wanted and not self._steps))
-            self._steps += 1
-        try:
-            yield
-        finally:
-            with self._turn:
-                self._steps -= 1
-                self._turn.notify_all()
+            self._steps[step] = time.monotonic()
+        return step
+
+    def heard_of(self, step: object) -> None:
+        """A step goes on."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._busy)
+            self._steps[step] = time.monotonic()
+
+    def end(self, step: object) -> None:
+        """A step is over."""
+        with self._turn:
+            self._steps.pop(step, None)
+            self._turn.notify_all()
+
+    def _no_step(self) -> bool:
+        """Whether none is in flight; one that was left between two layers is not for ever."""
+        late = time.monotonic() - LEFT_S
+        for step in [step for step, heard in self._steps.items() if heard < late]:
+            del self._steps[step]
+        return not self._steps
 
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[bool]:
@@ -144,7 +161,8 @@ class Pinner:
         """
         with self._turn:
             self._wanted = True
-            self._turn.wait_for(lambda: self._stopped or not self._steps)
+            while not (self._stopped or self._no_step()):
+                self._turn.wait(LEFT_S / 4)
             self._wanted, self._busy = False, not self._stopped
             go = self._busy
             self._turn.notify_all()
@@ -160,14 +178,14 @@ class Pinner:
             try:
                 for shard in bank.shards:
                     stack.enter_context(self._device.register(shard.records.reshape(-1)))
-            except DeviceError as error:
-                if error.facts["lost"]:
-                    raise
-                self._refuse(layer, str(error))
+                self._on_pinned(layer)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the layer can be computed on the host
+                self._refuse(layer, str(error) or type(error).__name__)
                 return
-            self._registered[layer] = stack.pop_all()
-        self._on_pinned(layer)
-        self._states[layer] = PINNED
+            with self._turn:
+                if not self._stopped:
+                    self._registered[layer] = stack.pop_all()
+                    self._states[layer] = PINNED
 
     def _refuse(self, layer: int, why: str) -> None:
         self._states[layer] = REFUSED
@@ -194,5 +212,7 @@ class Pinner:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         for layer in range(len(self._banks)):
-            with contextlib.suppress(FreeTokenError):  # a lost device has given it back
+            try:
                 self.release(layer)
+            except DeviceError as error:
+                logger.warning("layer %d was not given back: %s", layer, error)

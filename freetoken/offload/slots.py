@@ -265,6 +265,14 @@ class SlotPool:
                 slot[start : start + len(record)].copy_(_readable(record))
             start += part.shape[1]
 
+    def forget(self, layer: int) -> None:
+        """No expert of a layer is in a slot any more."""
+        tables = self.tables(layer)
+        tables.slot_of.fill_(-1)
+        tables.expert_in.fill_(-1)
+        tables.used.zero_()
+        tables.order.copy_(torch.arange(tables.n_slots, dtype=torch.int32))
+
     def read_tables(self) -> torch.Tensor:
         """Each expert's slot (L, E) int32 in the host's memory, -1: none; rows of layers with fewer experts end in -1.
 

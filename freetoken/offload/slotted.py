@@ -89,12 +89,18 @@ class SlottedExperts:
             self._lookups[number, routes] = Lookup(self.pool.tables(number), routes)
         if routes not in self._found:
             self._found[routes] = Found(routes, self._device.torch_device)
-        found = self._found[routes]
-        self._lookups[number, routes](ids, found)
-        if not self.resident:
-            if self.streamer is not None:
-                self.streamer.stop()  # experts may leave the slots that it knows
-            self._gather(number)(found.fetches)
+        found, lookup = self._found[routes], self._lookups[number, routes]
+        if self.streamer is None:
+            lookup(ids, found)
+            return self._kernels[number].few(x, ids, weights, found.units)
+        self.streamer.stop()  # experts may leave the slots that it knows
+        gather = self._gather(number)
+        try:
+            lookup(ids, found)
+            gather(found.fetches)
+        except BaseException:
+            self.pool.forget(number)  # its tables may name slots into which nothing was fetched
+            raise
         return self._kernels[number].few(x, ids, weights, found.units)
 
     def _tokens_at_once(self, number: int, tokens: int, k: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from freetoken import formats
 from freetoken.device.base import Device
 from freetoken.device.simulated import SimulatedDevice
-from freetoken.duties._worker import Worker
+from freetoken.duties.steps import StepGraph
 from freetoken.errors import StepError
 from freetoken.executor import Activation, BoundLayer, Executor
 from freetoken.offload.host import HostExperts
@@ -39,13 +39,14 @@ def test_the_same_bits_as_a_call(device: Device, dtype: torch.dtype) -> None:
     layers = [bound(executor, name) for name in ("q8_0", "nvfp4")]
     host = HostExperts(device, executor)
     on = device.torch_device
+    launched: list[int] = []
     for n in (1, 3, 4, 1, 700, 2):
         for number, layer in enumerate(layers):
             x, ids, weights = make_input(n, seed=n)
             x = x.to(dtype)
             expected = layer.run(x, ids, weights)
-            out = host.run(number, layer, x.to(on), ids.to(on), weights.to(on))
-            host.finish()
+            out = host.run(number, layer, launched, x.to(on), ids.to(on), weights.to(on))
+            host.finish(launched)
             assert out.dtype == dtype and torch.equal(out.cpu(), expected)
     host.close()
 
@@ -54,8 +55,7 @@ def test_results_are_the_callers_own(device: Device) -> None:
     executor = Executor((0,), torch.float32)
     layer, host = bound(executor), HostExperts(device, executor)
     inputs = [make_input(2, seed=seed) for seed in range(8)]
-    found = [host.run(0, layer, *(t.to(device.torch_device) for t in one)) for one in inputs]
-    host.finish()
+    found = [host.run(0, layer, [], *(t.to(device.torch_device) for t in one)) for one in inputs]
     for one, out in zip(inputs, found, strict=True):
         assert torch.equal(out.cpu(), layer.run(*one))
     host.close()
@@ -67,24 +67,42 @@ def test_ids_of_nobody(device: Device) -> None:
     x, ids, weights = make_input(3)
     ids = torch.full((3, TOP_K), EXPERTS)
     ids[2, 0] = -1
-    assert not host.run(0, layer, *(t.to(device.torch_device) for t in (x, ids, weights))).any()
+    assert not host.run(0, layer, [], *(t.to(device.torch_device) for t in (x, ids, weights))).any()
     host.close()
+
+
+def cancel_next(host: HostExperts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is cancelled on its way, as all are when one fails."""
+    launch = host._steps.launch
+
+    def launch_and_cancel(graph: StepGraph) -> int:
+        monkeypatch.undo()
+        number = launch(graph)
+        host._steps.cancel()
+        return number
+
+    monkeypatch.setattr(host._steps, "launch", launch_and_cancel)
 
 
 def test_a_failure_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the step protocol is raised by `finish`, and the layer is right afterwards."""
-    device = SimulatedDevice(4)
+    """Of each step that was on its way, whenever it is asked for; the layer is right afterwards."""
     executor = Executor((0,), torch.float32)
-    layer, host = bound(executor), HostExperts(device, executor)
+    layer, host = bound(executor), HostExperts(SimulatedDevice(4), executor)
     one = make_input(2)
-    assert torch.equal(host.run(0, layer, *one), layer.run(*one))
-    worker: Worker = host._worker
-    assert worker.on_failure is not None
-    worker.on_failure(host._steps._graphs.pop().duties[0], host._steps.number + 1, ValueError("broken"))
-    with pytest.raises(StepError, match="layer 0, experts failed: ValueError: broken"):
-        host.finish()
-    host._graphs.clear()
-    assert torch.equal(host.run(0, layer, *one), layer.run(*one))
+    before: list[int] = []
+    assert torch.equal(host.run(0, layer, before, *one), layer.run(*one))
+    host.finish(before)
+    cancel_next(host, monkeypatch)
+    mine: list[int] = []
+    assert not torch.equal(host.run(0, layer, mine, *make_input(2, seed=9)), layer.run(*make_input(2, seed=9)))
+    with pytest.raises(StepError, match="cancelled"):
+        host.finish(mine)
+    theirs: list[int] = []
+    assert torch.equal(host.run(0, layer, theirs, *one), layer.run(*one))
+    host.finish(theirs)
+    with pytest.raises(StepError, match="cancelled"):
+        host.finish(mine)
+    host.finish(before)
     host.close()
     with pytest.raises(StepError, match="closed"):
-        host.run(0, layer, *one)
+        host.run(0, layer, [], *one)

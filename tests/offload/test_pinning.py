@@ -49,6 +49,13 @@ class Recorder(SimulatedDevice):
             self.registered.remove(memory.ctypes.data)
 
 
+@contextlib.contextmanager
+def step(pinner: Pinner) -> Iterator[None]:
+    token = pinner.begin()
+    yield
+    pinner.end(token)
+
+
 def banks(n: int) -> list[LayerBank]:
     return [Bank(LAYOUT, 4) for _ in range(n)]
 
@@ -118,14 +125,14 @@ def test_never_during_a_step_and_every_gap_is_used() -> None:
     device, made = Recorder(slow=2e-3), banks(6)
     pinner = Pinner(device, made)
     steps = 0
-    with pinner.step():
+    with step(pinner):
         device.in_step = True
         pinner.start()
         time.sleep(0.02)
         assert device.begun == 0
         device.in_step = False
     while pinner.status.layers(WAITING) and steps < 10_000:
-        with pinner.step(), pinner.step():
+        with step(pinner), step(pinner):
             device.in_step = True
             time.sleep(1e-4)
             device.in_step = False
@@ -148,7 +155,47 @@ def test_closing_while_it_goes_on() -> None:
 
 def test_a_closed_one_waits_for_no_step() -> None:
     pinner = Pinner(Recorder(), banks(3))
-    with pinner.step():
+    with step(pinner):
         pinner.start()
         pinner.close()
     assert pinner.status.layers() == ()
+
+
+def test_a_step_that_was_left_is_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("freetoken.offload.pinning.LEFT_S", 0.1)
+    device = Recorder()
+    pinner = Pinner(device, banks(2))
+    left, kept = pinner.begin(), pinner.begin()
+    pinner.start()
+    for _ in range(20):
+        time.sleep(0.02)
+        pinner.heard_of(kept)
+    assert not device.begun
+    pinner.end(kept)
+    assert pinner.wait().layers() == (0, 1)
+    pinner.end(left)
+
+
+@pytest.mark.parametrize("error", [OSError("no"), MemoryError(), DeviceError("gone", operation="register", lost=True)])
+def test_whatever_goes_wrong_is_a_refusal(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Recorder):
+        @contextlib.contextmanager
+        def register(self, memory: NDArray[Any]) -> Iterator[None]:
+            if self.begun == 1:
+                self.begun += 1
+                raise error
+            with super().register(memory):
+                yield
+
+    pinner = Pinner(Broken(), banks(3))
+    pinner.run()
+    assert pinner.status.layers(REFUSED) == (1,) and len(caplog.records) == 1
+
+
+def test_closed_by_the_thread_that_pins() -> None:
+    """As the collector may do."""
+    device, made = Recorder(), banks(3)
+    pinner = Pinner(device, made, on_pinned=lambda layer: pinner.close() if layer == 1 else None)
+    pinner.start()
+    pinner.wait()
+    assert device.registered == [] and pinner.status.layers() == ()

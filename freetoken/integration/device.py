@@ -28,17 +28,21 @@ _CUDA = re.compile(r"cuda(?::(\d+))?")
 _EXPECTED = "'cpu', 'cuda' or 'cuda:N'"
 
 
+def is_cpu(device: object) -> bool:
+    """Whether this means no device."""
+    return isinstance(device, str | torch.device) and str(device).strip().lower() == "cpu"
+
+
 def open_device(name: str | torch.device | Device) -> Device | None:
     """The device of a name, None for the CPU; anything else is taken for one already.
 
     Raises `ConfigError` for another name, `UnsupportedError` where it cannot be used.
     """
-    if not isinstance(name, str | torch.device):
-        return name
-    text = str(name).strip().lower()
-    if text == "cpu":
+    if is_cpu(name):
         return None
-    match = _CUDA.fullmatch(text)
+    if not isinstance(name, str | torch.device) and hasattr(name, "torch_device"):
+        return name
+    match = _CUDA.fullmatch(str(name).strip().lower())
     if match is None:
         raise ConfigError(f"device={name!r} is none of {_EXPECTED}", name="device", value=name, expected=_EXPECTED)
     if not torch.cuda.is_available():
@@ -55,7 +59,7 @@ def open_device(name: str | torch.device | Device) -> Device | None:
 
 def check_strategy(device: str | torch.device | Device, strategy: str | None, cache: str | float) -> None:
     """Raise `ConfigError` for what can be seen to be wrong without a device."""
-    if device == "cpu" and (strategy not in (None, "cpu") or cache != "auto"):
+    if is_cpu(device) and (strategy not in (None, "cpu") or str(cache).strip().lower() != "auto"):
         raise ConfigError(
             f"strategy={strategy!r} and cache={cache!r} are about a device, and there is none: give device='cuda'",
             name="strategy",

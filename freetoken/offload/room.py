@@ -42,17 +42,26 @@ def choose_room(
         raise ConfigError(
             f"strategy={strategy!r} is none of {expected}", name="strategy", value=strategy, expected=expected
         )
+    auto = isinstance(cache, str) and cache.strip().lower() == "auto"
+    if strategy in ("cpu", "resident") and not auto:
+        raise ConfigError(
+            f"cache={cache!r} is for strategy='offload', not for {strategy!r}: leave it out",
+            name="cache",
+            value=cache,
+            expected="no cache",
+        )
     if strategy == "cpu":
         return Room("cpu", (), 0)
+    settings.PIN_LIMIT.read()  # what it holds is refused now, not when banks are full
     reserve = settings.GPU_RESERVE.read() << 20
     every = sum(layer.n_experts * layer.slot_bytes for layer in layers)
     fits = every <= free - reserve
-    if strategy == "resident" or (strategy is None and fits and cache == "auto"):
+    if strategy == "resident" or (strategy is None and fits and auto):
         if not fits:
             raise CapacityError(
                 f"strategy='resident' needs {format_bytes(every)} for all experts, but "
-                f"{format_bytes(max(0, free - reserve))} of the device's {format_bytes(free)} can be had "
-                f"({settings.GPU_RESERVE.name} stays free): use strategy='offload'",
+                f"{format_bytes(max(0, free - reserve))} of {format_bytes(free)} can be had on the device beside the "
+                f"dense part and {settings.GPU_RESERVE.name}: use strategy='offload'",
                 needed=every,
                 available=max(0, free - reserve),
                 where="device",

@@ -26,7 +26,9 @@ from freetoken.gpu.tables import COUNTS, Tables
 from freetoken.units import format_bytes
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b")
-_SHARE = re.compile(r"\d*\.\d+|\d+\.|\d+(\.\d*)?e-\d+")
+_SHARE = re.compile(r"\d*\.\d+|\d+\.|\d+(\.\d*)?e-\d\d?")
+_LONGEST = 40
+"""Characters of a number: every float's fit, and nothing that is long to read."""
 EXPECTED = '"auto", a size such as "4GiB", a share of all experts above 0 and up to 1, or a number of slots from 1'
 
 
@@ -74,6 +76,7 @@ def parse_cache(value: str | float, layers: Sequence[LayerExperts], free: int, *
     every = sum(layer.n_experts * layer.slot_bytes for layer in layers)
     text = "" if isinstance(value, bool) else str(value).strip().lower()
     cache = Cache(0, "bytes")
+    text = "" if len(text) > _LONGEST else text
     if text == "auto":
         return Cache(max(0, min(every, free - spare)), "bytes")
     if size := _SIZE.fullmatch(text):
@@ -107,8 +110,9 @@ def split(layers: Sequence[LayerExperts], cache: Cache, tokens: int = 1) -> tupl
     if left < 0:
         smallest = Cache(least, cache.unit)
         raise CapacityError(
-            f"{len(layers)} layers need {smallest} for {tokens} tokens at once, but the cache is {cache}: the smallest "
-            f"that works is {smallest}" + (f" ({least} bytes)" if cache.unit == "bytes" else ""),
+            f"{len(layers)} layers need {smallest} where a step has {tokens} token{'s' * (tokens != 1)}, but the cache "
+            f"is {cache}: the smallest that works is {smallest}"
+            + (f" ({least} bytes)" if cache.unit == "bytes" else ""),
             needed=least,
             available=cache.amount,
             where="cache",
@@ -142,18 +146,27 @@ def choose_slots(
     free: bytes of the device, of which `spare` are wanted elsewhere. Raises `ConfigError` as `parse_cache`, and
     `CapacityError` where the cache is too small for steps of so many tokens or does not fit the device.
     """
-    slots = split(layers, parse_cache(cache, layers, free, spare=spare), tokens)
-    needed = sum(n * layer.slot_bytes for n, layer in zip(slots, layers, strict=True))
-    if needed > free - spare:
-        least = sum(layer.least(tokens) * layer.slot_bytes for layer in layers)
-        raise CapacityError(
-            f"{sum(slots)} slots (cache={cache!r}) need {format_bytes(needed)} on the device, but "
-            f'{format_bytes(max(0, free - spare))} of {format_bytes(free)} can be had: ask for less or for "auto"; the '
-            f"smallest cache that works is {format_bytes(least)} ({least} bytes)",
+    asked = parse_cache(cache, layers, free, spare=spare)
+    room = max(0, free - spare)
+    least = sum(layer.least(tokens) * layer.slot_bytes for layer in layers)
+
+    def refusal(what: str, needed: int, step: str) -> CapacityError:
+        return CapacityError(
+            f"{what} {format_bytes(needed)} on the device, but {format_bytes(room)} of {format_bytes(free)} can be "
+            f"had: {step}",
             needed=needed,
-            available=max(0, free - spare),
+            available=room,
             where="device",
         )
+
+    if least > room:
+        step = "free some of its memory, or use strategy='cpu'"
+        raise refusal(f"the smallest cache that works, {least} bytes, needs", least, step)
+    slots = split(layers, asked, tokens)
+    needed = sum(n * layer.slot_bytes for n, layer in zip(slots, layers, strict=True))
+    if needed > room:
+        step = f'ask for less or for "auto"; the smallest cache that works is {format_bytes(least)} ({least} bytes)'
+        raise refusal(f"{sum(slots)} slots (cache={cache!r}) need", needed, step)
     return slots
 
 

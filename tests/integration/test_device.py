@@ -13,8 +13,12 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +30,20 @@ from numpy.typing import NDArray
 
 import freetoken
 from freetoken import settings
-from freetoken.device.base import Device
+from freetoken.device.base import Device, running_duty
 from freetoken.device.simulated import SimulatedDevice
-from freetoken.errors import CapacityError, ClosedError, ConfigError, DeviceError, UnsupportedError
+from freetoken.errors import CapacityError, ClosedError, ConfigError, DeviceError, StepError, UnsupportedError
+from freetoken.executor import BoundLayer
 from freetoken.fidelity import compare_greedy
+from freetoken.gpu.gather import Gather
+from freetoken.gpu.grouped import GroupedProduct
 from freetoken.integration.device import open_device, place
 from freetoken.integration.operator import layer_of
 from freetoken.memory.placement import Placement
 from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.layer import DeviceLayer
 from freetoken.offload.pinning import REFUSED, Pinner
+from freetoken.offload.streaming import Streamer
 
 STRATEGIES = ("cpu", "offload", "resident")
 
@@ -236,8 +244,12 @@ def test_words_without_a_device(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="device='tpu'"):
         freetoken.load(tiny, device="tpu")
     for more in ({"strategy": "offload"}, {"cache": 0.5}):
-        with pytest.raises(ConfigError, match="about a device"):
-            freetoken.load(tiny, **more)
+        for none in ("cpu", " CPU", torch.device("cpu")):
+            with pytest.raises(ConfigError, match="about a device"):
+                freetoken.load(tiny, device=none, **more)
+    for odd in (0, None, b"cuda"):
+        with pytest.raises(ConfigError, match="device="):
+            freetoken.load(tiny, device=odd)
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="no CUDA device"):
             freetoken.load(tiny, device="cuda")
@@ -418,6 +430,179 @@ def test_what_is_refused_afterwards(tiny: Path) -> None:
     assert "offload" in str(freetoken.report(other))
 
 
+@pytest.mark.parametrize("fails", ["_gather", "pointer", "gather"])
+def test_slots_that_were_not_filled_are_not_believed(
+    tiny: Path, model: Any, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Whatever comes between a look-up and the end of its fetches."""
+    other = loaded(tiny, simulated(), "offload", 0.5)
+    slotted = experts_of(other)._slotted
+    ids = torch.tensor([[3]])
+
+    def fail(*_: object) -> None:
+        monkeypatch.undo()
+        monkeypatch.setenv("FREETOKEN_GPU_RESERVE", "0")
+        raise KeyboardInterrupt
+
+    what: Any = {"_gather": slotted, "pointer": experts_of(other).device, "gather": Gather}[fails]
+    monkeypatch.setattr(what, "__call__" if fails == "gather" else fails, fail)
+    with pytest.raises(KeyboardInterrupt):
+        logits(other, ids)
+    for _ in range(2):
+        check_same(logits(other, ids), logits(model, ids))
+
+
+def direct(experts: DeviceExperts, number: int, tokens: int, seed: int) -> None:
+    """One layer called by itself, against the host."""
+    layer = experts.layers[number]
+    assert layer.bound is not None
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, layer.layout.hidden, generator=random)
+    ids = torch.randint(-1, layer.n_experts + 1, (tokens, 2), generator=random)
+    weights = torch.rand(tokens, 2, generator=random)
+    check_same(layer.run(x, ids, weights), layer.bound.run(x, ids, weights))
+
+
+def test_few_and_many_tokens_in_any_order(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of many does not believe slots that few have changed; matrix products in pieces; groups of two experts."""
+    monkeypatch.setattr("freetoken.offload.room._SHARE", 1 << 40)  # buffers hold one expert
+    monkeypatch.setattr("freetoken.gpu.layer.CHUNK", 5)
+    other = loaded(tiny, simulated(), "offload", 0.5)
+    experts = experts_of(other)
+    calls = [
+        (0, 1),
+        (1, 1),
+        (0, 11),
+        (1, 1),
+        (1, 11),
+        (0, 11),
+        (1, 12),
+        (0, 1),
+        (0, 1),
+        (0, 11),
+        (1, 1),
+        (1, 1),
+        (1, 11),
+    ]
+    for seed, (number, tokens) in enumerate(calls):
+        direct(experts, number, tokens, seed)
+
+
+def test_layers_that_are_not_pinned_are_not_streamed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = loaded(tiny, simulated(Refusing), "offload", 0.5)
+    begun: list[list[int]] = []
+    begin = Streamer.begin
+    monkeypatch.setattr(
+        Streamer, "begin", lambda self, rest, there: begun.append(list(rest)) or begin(self, rest, there)
+    )
+    logits(other, torch.arange(12)[None])
+    assert begun == [[0]]
+
+
+def test_a_failure_on_the_host_is_raised_before_the_step_is_over(
+    tiny: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another thread's step comes between."""
+    other = loaded(tiny, simulated(), "cpu")
+    experts, ids = experts_of(other), torch.arange(3)[None]
+    check_same(logits(other, ids), logits(model, ids))
+    assert experts._host is not None
+    steps = experts._host._steps
+    launch = steps.launch
+
+    def cancelled(graph: Any) -> int:
+        monkeypatch.setattr(steps, "launch", launch)
+        number = launch(graph)
+        steps.cancel()
+        return number
+
+    x, routes, weights = torch.ones(1, experts.layers[0].layout.hidden), torch.tensor([[0, 1]]), torch.ones(1, 2)
+    for between in (False, True):
+        monkeypatch.setattr(steps, "launch", cancelled)
+        experts.layers[0].run(x, routes, weights)
+        if between:
+            with ThreadPoolExecutor(1) as pool:
+                check_same(pool.submit(logits, other, ids).result(), logits(model, ids))
+        with pytest.raises(StepError, match="cancelled"):
+            experts.layers[1].run(x, routes, weights)
+    check_same(logits(other, ids), logits(model, ids))
+
+
+def test_kernels_that_are_wrong_are_not_used(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    down = GroupedProduct.down
+
+    def wrong(self: Any, h: torch.Tensor, *rest: Any) -> None:
+        down(self, h * 1.1, *rest)
+
+    monkeypatch.setattr(GroupedProduct, "down", wrong)
+    with pytest.raises(UnsupportedError, match=r"no kernel for bf16 agrees .* strategy='cpu'"):
+        loaded(tiny, simulated(), "offload", 0.5)
+
+
+def test_an_expert_without_an_output(tiny: Path) -> None:
+    """Kernels are checked with another one."""
+    other, _ = freetoken.load(tiny, dtype=torch.float32)
+    for layer in map(layer_of, other.modules()):
+        if isinstance(layer, BoundLayer):
+            bank = layer.bank.shards[0]
+            expert = bank.get(0)
+            bank.put(0, replace(expert, down=replace(expert.down, codes=np.zeros_like(expert.down.codes))))
+    ids = torch.arange(2)[None]
+    expected = logits(other, ids)
+    place(other, simulated(), "offload", 0.5)
+    experts_of(other).wait_until_pinned()
+    check_same(logits(other, ids), expected)
+
+
+def test_closing_gives_back_whatever_fails(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = simulated(Counting)
+    other = loaded(tiny, device, "offload", 0.5)
+
+    def fail() -> None:
+        assert device.registered
+        raise RuntimeError("the device does not answer")
+
+    monkeypatch.setattr(device, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        experts_of(other).close()
+    assert not device.registered
+
+
+def test_closing_in_a_child_touches_nothing(tiny: Path) -> None:
+    """Not even a lock that a thread of the parent holds."""
+    other = loaded(tiny, simulated(), "offload", 0.5)
+    experts = experts_of(other)
+    with experts._lock:
+        pid = os.fork()
+        if pid == 0:
+            threading.Thread(target=lambda: (experts.close(), os._exit(0))).start()
+            time.sleep(5)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_duty_may_collect_a_model(tiny: Path) -> None:
+    """Its thread may not call the device, so another one closes."""
+    device = simulated(Counting)
+    other = loaded(tiny, device, "offload", 0.5)
+    with running_duty():
+        experts_of(other).close()
+    end = time.monotonic() + 10
+    while device.registered and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not device.registered
+
+
+def test_a_link_that_cannot_be_measured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> float:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(DeviceExperts, "_copy_rate", full)
+    other = loaded(tiny, simulated(), "offload", 0.5)
+    usage = experts_of(other).usage()
+    assert usage.pinned is not None and usage.pinned.layers() == (0, 1) and usage.link_bps == 0
+
+
 def test_steps_keep_banks_from_being_pinned(tiny: Path) -> None:
     """A step is from the first layer to the last."""
     other = loaded(tiny, simulated(), "offload", 0.5)
@@ -430,7 +615,7 @@ def test_steps_keep_banks_from_being_pinned(tiny: Path) -> None:
     seen = []
     for layer in (*experts.layers, experts.layers[0], *experts.layers):
         layer.run(x, ids, weights)
-        seen.append(pinner._steps)
+        seen.append(len(pinner._steps))
     n = len(experts.layers)
     assert seen == [1] * (n - 1) + [0] + [1] * n + [0]
 

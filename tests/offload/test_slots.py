@@ -132,13 +132,15 @@ def test_any_split_keeps_to_its_bounds(seed: int) -> None:
 
 def test_a_cache_that_is_too_small_is_refused_before_anything() -> None:
     with pytest.raises(
-        CapacityError, match=r"2 layers need 256.0 KiB for 1 tokens .* smallest .* 256.0 KiB \(262144 bytes\)"
+        CapacityError,
+        match=r"2 layers need 256.0 KiB where a step has 1 token, .* smallest .* 256.0 KiB \(262144 bytes\)",
     ) as e:
         choose_slots(TWO, "255KiB", free=1 << 30)
     assert (e.value.facts["needed"], e.value.facts["available"]) == (256 * KIB, 255 * KIB)
     assert choose_slots(TWO, "256KiB", free=1 << 30) == (2, 2)
     with pytest.raises(
-        CapacityError, match=r"2 layers need 8 slots for 2 tokens .* cache is 7 slots: the smallest .* 8 slots"
+        CapacityError,
+        match=r"2 layers need 8 slots where a step has 2 tokens, .* cache is 7 slots: the smallest .* 8 slots",
     ):
         choose_slots(TWO, 7, free=1 << 30, tokens=2)
 

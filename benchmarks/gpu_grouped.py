@@ -155,6 +155,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--formats", nargs="+", choices=formats.names(), default=formats.names())
     o = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA device")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {o.tokens} tokens")
     rows = [["experts", "format", "layer, ms", "torch's products", "torch's layer", "error", "GEMV: 1, 4 tokens"]]
     big = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")

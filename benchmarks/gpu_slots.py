@@ -9,8 +9,10 @@ of random experts from 1.3 to 1.7 GB of registered memory, against copies of the
 by the copy engine (cudaMemcpyAsync), in turns. Medians.
 """
 
+import argparse
 import mmap
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -172,5 +174,8 @@ def show_gathers(rounds: int = 9) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("gpu_slots: needs a CUDA device")
     show_lookups()
     show_gathers()

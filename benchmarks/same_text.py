@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 import freetoken
 from freetoken.device.base import Device
+from freetoken.errors import FreeTokenError
 from freetoken.fidelity import compare_greedy, perplexity, read_tokens
 from freetoken.integration.device import open_device
 from freetoken.integration.operator import layer_of
@@ -106,7 +107,10 @@ def main(arguments: Sequence[str] | None = None, device: Device | None = None) -
     parser.add_argument("--texts", type=int, default=16, help="continued greedily")
     parser.add_argument("--new-tokens", type=int, default=64)
     o = parser.parse_args(arguments)
-    device = open_device(o.device) if device is None else device
+    try:
+        device = open_device(o.device) if device is None else device
+    except FreeTokenError as error:
+        parser.error(str(error))
     if device is None:
         parser.error("--device is the CPU: there is nothing to compare")
     tokens = read_tokens(o.text, None)

@@ -94,7 +94,6 @@ class DeviceExperts:
     ) -> None:
         self.device = device
         self.strategy = room.strategy
-        self._room = room
         self._executor = layers[0].executor
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -148,10 +147,14 @@ class DeviceExperts:
             return self.run(layer, x.to(on), ids.to(on), weights.to(on)).to(x.device)
         if not len(x):
             return torch.empty_like(x)
+        if layer.number == 0:
+            self._leave()  # a step that ended between two layers
+            if len(x) >= _PROMPT_TOKENS:
+                self.wait_until_pinned()  # without the lock: another thread's step may have to end first
         with self._lock, self.device.active():
             if self._closed:
                 raise ClosedError("this model's experts were closed: load it again", what="DeviceExperts")
-            self._go_on(layer.number, len(x))
+            self._go_on(layer.number)
             try:
                 out = self._compute(layer, x.contiguous(), ids.contiguous(), weights.contiguous())
                 if layer.number == len(self.layers) - 1:
@@ -171,25 +174,20 @@ class DeviceExperts:
         rest = [n for n in range(number, len(self.layers)) if self._pinner is None or self._pinner.is_pinned(n)]
         return self._slotted.run(number, x, ids, weights, rest)
 
-    def _go_on(self, number: int, tokens: int) -> None:
-        """This thread's step begins with its first layer, and one that was left is over then, or goes on.
-
-        A prompt waits for banks to be pinned.
-        """
+    def _go_on(self, number: int) -> None:
+        """This thread's step begins with its first layer, or goes on."""
         lane = self.device.current()
         if self._lane is not None and lane != self._lane:
             lane.after(self._lane.mark())
         self._lane = lane
-        if number == 0:
-            self._abandon()
+        if number == 0 and self._slotted is not None and self._slotted.streamer is not None:
+            self._slotted.streamer.stop()  # what an earlier step has left
         if self._pinner is None:
             return
-        if self._step.token is not None:
-            self._pinner.heard_of(self._step.token)
-        else:
-            if tokens >= _PROMPT_TOKENS:
-                self._pinner.wait()
+        if self._step.token is None:
             self._step.token = self._pinner.begin()
+        else:
+            self._pinner.heard_of(self._step.token)
 
     def _finish(self) -> None:
         """This thread's step is over; raises what failed of it on the host."""

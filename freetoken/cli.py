@@ -218,7 +218,7 @@ def bench_fidelity(args: argparse.Namespace) -> int:
                 "window": window,
                 "bank_bytes": facts.bank_bytes,
                 "activations": ", ".join(facts.activations),
-                "device": None if facts.device is None else facts.device.strategy,
+                "strategy": None if facts.device is None else facts.device.strategy,
             }
         )
         del model
@@ -349,7 +349,7 @@ def _print_fidelity_row(rows: list[dict[str, Any]]) -> None:
     row = rows[-1]
     print(
         f"{row['format']:<10}{row['perplexity']:>12.3f}{row['change']:>+10.2%}{row['bank_bytes'] / 1e6:>10.2f}"
-        f"  {row['activations'] if row['device'] in (None, 'cpu') else 'on the device'}",
+        f"  {row['activations'] if row['strategy'] in (None, 'cpu') else 'on the device'}",
         flush=True,
     )
 

@@ -122,7 +122,7 @@ def move(model: Any, target: Device, strategy: str | None, cache: str | float, *
     shapes = [LayerExperts.of(layer.bank, top_k) for layer in bound]
     dense = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     room = check_room(target, shapes, dense, strategy, cache)
-    experts = DeviceExperts(target, bound, shapes, room, model.dtype)
+    experts = DeviceExperts(target, bound, shapes, room, model.dtype, owns_device=owned)
     try:
         model.to(target.torch_device)
     except BaseException as error:
@@ -135,8 +135,6 @@ def move(model: Any, target: Device, strategy: str | None, cache: str | float, *
         quantizer.compiles = False  # a compiled step would be captured, and experts are not, here
     for module, layer in zip(modules, experts.layers, strict=True):
         attach_layer(module, layer)
-    if owned:
-        weakref.finalize(model, target.close)  # after what is registered later
     weakref.finalize(model, experts.close)
     logger.info("%s: strategy %s, %d slots", target.name, room.strategy, sum(room.slots))
 

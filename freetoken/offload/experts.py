@@ -80,8 +80,8 @@ class DeviceExperts:
     """All layers of a model on a device.
 
     layers: bound to their banks, in the order in which a forward pass calls them. shapes: theirs. room: what
-    `choose_room` gave for them. dtype: of hidden states. Calls from several threads queue. Raises `CapacityError` when
-    the device refuses the memory, `UnsupportedError` where no kernel can be used.
+    `choose_room` gave for them. dtype: of hidden states. owns_device: closed with them. Calls from several threads
+    queue. Raises `CapacityError` when the device refuses the memory, `UnsupportedError` where no kernel can be used.
     """
 
     def __init__(
@@ -91,8 +91,11 @@ class DeviceExperts:
         shapes: Sequence[LayerExperts],
         room: Room,
         dtype: torch.dtype,
+        *,
+        owns_device: bool = False,
     ) -> None:
         self.device = device
+        self._owns_device = owns_device
         self.strategy = room.strategy
         self._executor = layers[0].executor
         self._lock = threading.RLock()
@@ -267,6 +270,8 @@ class DeviceExperts:
             self._closed = True
             self._leave()
             # last in, first out; all of them, whatever one of them raises
+            if self._owns_device:
+                steps.callback(self.device.close)
             if self._pinner is not None:
                 steps.callback(self._pinner.close)
             steps.callback(self._settle)

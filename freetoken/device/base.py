@@ -158,6 +158,12 @@ class Stream(Protocol):
     def kernel(self, work: Callable[[], object], cost: float = 0.0) -> None:
         """Run what `work` enqueues on this stream; cost: what a simulated device takes for it, in seconds."""
 
+    def trace(self, work: Callable[[], object]) -> None:
+        """Capture what torch computes in `work`, in its order; `work` may put operations on this stream meanwhile.
+
+        It has run before. It runs once now and the host's decisions are those of now; waiting for values raises.
+        """
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between contiguous tensors of the same shape and type, one of which may be registered host memory."""
 

@@ -111,6 +111,10 @@ class CudaStream:
         with self._adding(work):
             work()
 
+    def trace(self, work: Callable[[], object]) -> None:
+        """See `Stream`."""
+        self.kernel(work)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `Stream`."""
         check_copy(target, source)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from freetoken.device.base import Flag, Stream, check_copy
+from freetoken.device.tape import Tape
 
 if TYPE_CHECKING:
     from freetoken.device.simulated import SimulatedDevice
@@ -61,6 +62,11 @@ class SimulatedStream:
         device = self._device
 
         self._add("kernel", lambda done: device.compute(work, cost, done))
+
+    def trace(self, work: Callable[[], object]) -> None:
+        """See `Stream`."""
+        with Tape(self.kernel, lambda: len(self._nodes)):
+            work()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `Stream`."""

@@ -135,8 +135,11 @@ class Steps:
         """Whether steps can be launched: the device answers, and no work that was given up is still running."""
         return not (self._closed or self._lost or any(worker.stuck for worker in self.workers))
 
-    def launch(self, step: StepGraph) -> int:
+    def launch(self, step: StepGraph, tail: Graph | None = None) -> int:
         """Launch a step and return its number; waits while `MAX_IN_FLIGHT` are on their way.
+
+        tail: a graph without waits that is launched right behind, as a part of the step; then its last operation rings
+        `finished_flag`, not that of the step's own graph.
 
         Raises the `StepError` of a step before that failed. Whatever is raised, no flag is left waiting.
         """
@@ -147,7 +150,7 @@ class Steps:
             self._launcher = threading.get_ident()
             try:
                 self._let_end(lambda: not self._is_full())
-                self._post_and_launch(step)
+                self._post_and_launch(step, tail)
             except BaseException:
                 self.cancel()
                 if self._closed:
@@ -157,7 +160,7 @@ class Steps:
                 self._launcher = 0
             return self._number
 
-    def _post_and_launch(self, step: StepGraph) -> None:
+    def _post_and_launch(self, step: StepGraph, tail: Graph | None) -> None:
         while self._in_flight and self._in_flight[0][0] <= self.finished:
             self._in_flight.popleft()
         if not self._number & 0xFFFFF:
@@ -170,6 +173,8 @@ class Steps:
             worker.post(line, bell & 0xFFFFFFFF, self._number)
         self._check("launch")  # it may have been closed meanwhile
         self.device.launch(step.graph)
+        if tail is not None:
+            self.device.launch(tail)
 
     def _is_full(self) -> bool:
         # a worker may be behind the device, which answers itself where the host has nothing to do

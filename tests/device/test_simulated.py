@@ -54,6 +54,47 @@ def test_forked_streams_run_beside_each_other() -> None:
     assert done == ["first", "main", "side", "last"]
 
 
+def test_a_trace_is_done_again_on_the_same_memory() -> None:
+    x, total, seen = torch.ones(2, 3), torch.zeros(2, 4), []
+
+    def work(stream: Stream) -> None:
+        wide = (x * 2).relu() @ torch.full((3, 4), 0.5)
+        view = wide.view(4, 2).t()[:, 1:]
+        view.add_(1)
+        stream.kernel(lambda: seen.append(float(wide.sum())))
+        values, _ = wide.max(dim=1, keepdim=True)
+        total.add_(values)
+
+    device = exact()
+    graph = device.capture(lambda stream: stream.trace(lambda: work(stream)))
+    recorded = total.clone()  # a recording computes once
+    for value in (3.0, -1.0):
+        x.fill_(value)
+        before = total.clone()
+        device.launch(graph)
+        while not device.is_idle():
+            device.clock.pause(0)
+        row = max(0.0, 3 * value) + 1
+        assert torch.equal(total - before, torch.full((2, 4), row)) and seen[-1] == 8 * max(0.0, 3 * value) + 6
+    assert torch.equal(recorded, torch.full((2, 4), 4.0)) and len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: bool((x > 0).all()),
+        lambda x: torch.equal(x, x),
+    ],
+)
+def test_a_trace_cannot_wait_for_values(wait: Any) -> None:
+    x = torch.ones(3)
+    with pytest.raises(DeviceError, match="waits for values"):
+        exact().capture(lambda stream: stream.trace(lambda: wait(x)))
+
+
 @pytest.mark.parametrize(("copies", "seconds"), [(1, 2e-4 + 1e-5), (2, 4e-4 + 1e-5)])
 def test_copies_share_the_link(copies: int, seconds: float) -> None:
     source, targets = torch.ones(10**7, dtype=torch.uint8), torch.zeros(copies, 10**7, dtype=torch.uint8)

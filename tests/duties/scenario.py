@@ -24,7 +24,7 @@ class BrokenError(RuntimeError):
 class Scenario:
     """Layers with experts on one worker and, in some, rows on another, captured with and without statistics.
 
-    A kernel puts a number into a layer's input, unlike any before; the duty turns it into the layer's output; a kernel
+    Odd seeds have a tail. A kernel puts a number into a layer's input, unlike any before; the duty turns it into the layer's output; a kernel
     after the wait compares. Rows are read with a bell or, filled from the host's own number of the step, without.
     """
 
@@ -47,6 +47,7 @@ class Scenario:
         self.calm = False
         self.asked: dict[StepGraph, set[tuple[str, int]]] = {}  # duties of a step that are the host's
         self.row_answer = self.device.flags(1)[0]  # of both graphs: the rows lie in one place
+        self.tail = self.device.capture(self._end) if seed % 2 else None
         self.graphs = [self._capture(statistics=0), self._capture(statistics=self.random.randint(1, 4))]
 
     def _capture(self, statistics: int) -> StepGraph:
@@ -84,7 +85,8 @@ class Scenario:
                 stream.wait(answers[i])
                 stream.kernel(lambda i=i: self._compare(i))  # type: ignore[misc]
             stream.join(side)
-            stream.ring(self.steps.finished_flag)
+            if self.tail is None:
+                self._end(stream)
 
         step = self.steps.bind(self.device.capture(build), {self.experts: experts, self.rows: rows})
         self.asked[step] = asked
@@ -101,6 +103,10 @@ class Scenario:
         stream.ring(bell, answered=True)
 
     # -- on the device
+
+    def _end(self, stream: Stream) -> None:
+        stream.kernel(lambda: None)
+        stream.ring(self.steps.finished_flag)
 
     def _begin(self) -> None:
         self.begun += 1
@@ -176,7 +182,7 @@ class Scenario:
         for _ in range(n):
             try:
                 graph = self.random.choice(self.graphs)
-                number = self.steps.launch(graph)
+                number = self.steps.launch(graph, self.tail)
                 if before is not None:
                     self.wait(*before)
                 before = number, graph

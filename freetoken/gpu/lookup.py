@@ -2,7 +2,8 @@
 
 A layer has S slots for its E experts. The look-up takes the ids that the router chose, finds the distinct experts among
 them, gives the missing ones the slots that were used longest ago, and writes work lists for the kernels that follow. A
-slot that this very step uses is never given away.
+slot that this very step uses is never given away. Missing experts beyond those that `Tables.split` lets in get none:
+they are left to the host.
 
 Slots are kept in the order of their last use, so that victims are the first that this step does not use and no stamps
 are compared with each other: one running sum over S, where ranks by comparison are S * S. Slots last used in the same
@@ -15,11 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from freetoken.gpu.tables import Tables
+from freetoken.gpu.tables import COUNTS, MOST_ROUTES, Tables
 from freetoken.gpu.units import COLUMNS, Fetches, Units
 
-MOST_ROUTES = 64
-"""Of one look-up: routes are compared with each other, 64 * 64 at most."""
 MOST_EXPERTS = 512
 """Of one layer, and as many slots."""
 _WARPS = 8
@@ -30,7 +29,8 @@ class Found:
     """What a look-up of R routes writes: units over experts and the fetches that some of them wait for.
 
     units: U = R, those that there are first. late: those of experts that are fetched, where the look-up keeps them
-    apart, else empty. fetches: F = R, those that there are first. Look-ups that run one after the other can share it.
+    apart, else empty. fetches: F = R, those that there are first. host: (R,) int32, each route's expert if
+    that is left to the host, else -1. Look-ups that run one after the other can share it.
     """
 
     def __init__(self, routes: int, device: torch.device) -> None:
@@ -43,6 +43,7 @@ class Found:
             torch.full((routes,), -1, dtype=torch.int32, device=device),
             torch.zeros(routes, dtype=torch.int64, device=device),
         )
+        self.host = torch.full((routes,), -1, dtype=torch.int32, device=device)
 
 
 class Lookup:
@@ -72,8 +73,8 @@ class Lookup:
         """Look up ids (B, K) int32 or int64, contiguous; writes `found` and the tables.
 
         Ids outside [0, E) are nobody's: they get no unit, no fetch and no count. An expert has a unit for each
-        `COLUMNS` of its routes, in their order; units and fetches are in the order of their first route. A look-up
-        without any valid id is no step.
+        `COLUMNS` of its routes, in their order; units and fetches are in the order of their first route. Experts
+        left to the host have none of these: `found.host` names them. A look-up without any valid id is no step.
         """
         if ids.numel() != self.routes or found.routes != self.routes or not ids.is_contiguous():
             raise ValueError(
@@ -82,10 +83,10 @@ class Lookup:
             )
         tables = self.tables
         _look_up[(1,)](
-            ids, tables.slot_of, tables.expert_in, tables.used, tables.order, tables.step, tables.counts,
-            tables.counting, found.address, found.route, found.fetches.expert, found.fetches.address,
-            tables.pool, tables.slot_bytes,
-            E=tables.n_experts, S=tables.n_slots, R=self.routes, APART=self.apart, COLUMNS=COLUMNS,
+            ids, tables.slot_of, tables.expert_in, tables.used, tables.order, tables.step, tables.split,
+            tables.counts, tables.counting, found.address, found.route, found.fetches.expert, found.fetches.address,
+            found.host, tables.pool, tables.slot_bytes,
+            E=tables.n_experts, S=tables.n_slots, R=self.routes, APART=self.apart, COLUMNS=COLUMNS, COUNTS=COUNTS,
             PADDED_R=triton.next_power_of_2(self.routes), PADDED_S=triton.next_power_of_2(tables.n_slots),
             num_warps=_WARPS,
         )  # fmt: skip
@@ -93,10 +94,10 @@ class Lookup:
 
 @triton.jit(do_not_specialize=["pool", "slot_bytes"])
 def _look_up(
-    ids, slot_of, expert_in, used, order, step, counts, counting,
-    address, route, expert, target, pool, slot_bytes,
+    ids, slot_of, expert_in, used, order, step, split, counts, counting,
+    address, route, expert, target, host, pool, slot_bytes,
     E: tl.constexpr, S: tl.constexpr, R: tl.constexpr, APART: tl.constexpr, COLUMNS: tl.constexpr,
-    PADDED_R: tl.constexpr, PADDED_S: tl.constexpr,
+    COUNTS: tl.constexpr, PADDED_R: tl.constexpr, PADDED_S: tl.constexpr,
 ):  # fmt: skip
     # Slots, the one used longest ago first, and what was in them.
     p = tl.arange(0, PADDED_S)
@@ -108,6 +109,7 @@ def _look_up(
     i = tl.arange(0, PADDED_R)
     j = i[:, None]
     wanted = tl.load(ids + i, mask=i < R, other=-1)
+    allowed = tl.load(split + 1 + i, mask=i < R, other=0)  # all at once: which one matters is known late
     valid = (wanted >= 0) & (wanted < E)
     one = tl.where(valid, wanted, -1).to(tl.int32)
     slot = tl.load(slot_of + one, mask=valid, other=-1)
@@ -117,38 +119,19 @@ def _look_up(
 
     same = (one[:, None] == one[None, :]) & valid[None, :]
     turn = tl.sum((same & (j < i[None, :])).to(tl.int32), 0)  # routes of its expert before it
-    missing = valid & (slot < 0)
-    fetched = (missing & (turn == 0)).to(tl.int32)
-    number = tl.cumsum(fetched, 0) - fetched
+    missing = (valid & (slot < 0) & (turn == 0)).to(tl.int32)
+    number = tl.cumsum(missing, 0) - missing
     # three sums of at most 64 in one
-    sums = tl.sum(valid.to(tl.int32) + ((valid & (turn == 0)).to(tl.int32) << 8) + (fetched << 16), 0)
-    n_routed, n_distinct, n_fetched = sums & 255, (sums >> 8) & 255, sums >> 16
-    tl.store(expert + number, one, mask=fetched != 0)
+    sums = tl.sum(valid.to(tl.int32) + ((valid & (turn == 0)).to(tl.int32) << 8) + (missing << 16), 0)
+    n_routed, n_distinct, n_missing = sums & 255, (sums >> 8) & 255, sums >> 16
+    n_fetched = tl.sum(tl.where(i + 1 == n_missing, tl.minimum(tl.maximum(allowed, 0), n_missing), 0), 0)
+    tl.store(expert + number, one, mask=(missing != 0) & (number < n_fetched))
     tl.store(expert + i, tl.full((PADDED_R,), -1, tl.int32), mask=(i < R) & (i >= n_fetched))
     tl.store(target + i, tl.zeros((PADDED_R,), tl.int64), mask=(i < R) & (i >= n_fetched))
-
-    # A unit belongs to the route that begins it: the first, ninth, ... of its expert.
-    begins = valid & (turn % COLUMNS == 0)
-    n_late = 0
-    if APART:
-        late = (begins & missing).to(tl.int32)
-        soon = (begins & hit).to(tl.int32)
-        unit = tl.where(missing, tl.cumsum(late, 0) - late, tl.cumsum(soon, 0) - soon)
-        n_late = tl.sum(late, 0)
-        n_units = tl.sum(soon, 0)
-        unit += tl.where(missing, R, 0)
-    else:
-        begun = begins.to(tl.int32)
-        unit = tl.cumsum(begun, 0) - begun
-        n_units = tl.sum(begun, 0)
-    tl.store(address + i, tl.zeros((PADDED_R,), tl.int64), mask=(i < R) & (i >= n_units))
-    tl.store(address + R + i, tl.zeros((PADDED_R,), tl.int64), mask=(i < R) & (i >= n_late))
     column = tl.arange(0, COLUMNS)
     none = tl.full((PADDED_R, COLUMNS), -1, tl.int32)
     tl.store(route + j * COLUMNS + column[None, :], none, mask=j < R)
     tl.store(route + (R + j) * COLUMNS + column[None, :], none, mask=j < R)
-    starts = same & (turn[:, None] == (turn - turn % COLUMNS)[None, :])
-    mine = tl.sum(tl.where(starts, unit[:, None], 0), 0)
 
     # Victims, in the order of the fetches. The barrier shows every thread the list of these and the slots in use.
     tl.debug_barrier()
@@ -167,14 +150,35 @@ def _look_up(
     place = tl.where(in_use | taken, kept + used_before, p - used_before)
     tl.store(order + place, s, mask=inside)
 
-    # Every expert of the step has its slot now.
+    # Who has no slot now is left to the host.
     tl.debug_barrier()
-    slot = tl.load(slot_of + one, mask=valid, other=0)
+    slot = tl.load(slot_of + one, mask=valid, other=-1)
+    here = slot >= 0
+    tl.store(host + i, tl.where(here, -1, one), mask=i < R)
+
+    # A unit belongs to the route that begins it: the first, ninth, ... of its expert.
+    begins = here & (turn % COLUMNS == 0)
+    n_late = 0
+    if APART:
+        late = (begins & (hit == 0)).to(tl.int32)
+        soon = (begins & hit).to(tl.int32)
+        unit = tl.where(hit, tl.cumsum(soon, 0) - soon, R + tl.cumsum(late, 0) - late)
+        n_late = tl.sum(late, 0)
+        n_units = tl.sum(soon, 0)
+    else:
+        begun = begins.to(tl.int32)
+        unit = tl.cumsum(begun, 0) - begun
+        n_units = tl.sum(begun, 0)
+    tl.store(address + i, tl.zeros((PADDED_R,), tl.int64), mask=(i < R) & (i >= n_units))
+    tl.store(address + R + i, tl.zeros((PADDED_R,), tl.int64), mask=(i < R) & (i >= n_late))
+    starts = same & (turn[:, None] == (turn - turn % COLUMNS)[None, :])
+    mine = tl.sum(tl.where(starts, unit[:, None], 0), 0)
     tl.store(address + unit, pool + slot.to(tl.int64) * slot_bytes, mask=begins)
-    tl.store(route + mine * COLUMNS + turn % COLUMNS, i, mask=valid)
+    tl.store(route + mine * COLUMNS + turn % COLUMNS, i, mask=here)
+
     tl.store(step, now)
-    c = tl.arange(0, 4)
-    add = tl.where(c == 0, (n_routed > 0).to(tl.int32), tl.where(c == 1, n_routed, n_fetched))
-    add = tl.where(c == 2, n_distinct - n_fetched, add)
+    c = tl.arange(0, 8)
+    add = tl.where(c == 0, (n_routed > 0).to(tl.int32), tl.where(c == 1, n_routed, n_distinct - n_missing))
+    add = tl.where(c == 3, n_missing, tl.where(c == 4, n_fetched, add))
     add = tl.where(tl.load(counting) != 0, add, 0)
-    tl.store(counts + c, tl.load(counts + c) + add)
+    tl.store(counts + c, tl.load(counts + c, mask=c < COUNTS) + add, mask=c < COUNTS)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-COUNTS = 4
-"""Counters of a layer: steps, routed, hits, misses."""
+MOST_ROUTES = 64
+"""Of one look-up: routes are compared with each other, 64 * 64 at most."""
+COUNTS = 5
+"""Counters of a layer: steps, routed, hits, misses, and misses that were fetched."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,9 @@ class Tables:
 
     slot_of: (E,) int32, each expert's slot, -1: none. expert_in: (S,) int32, the inverse. used: (S,) int64, the step of
     the last use, 0: never. order: (S,) int32, all slots, the one used longest ago first. step: (1,) int64, how many
-    look-ups there were. counts: (COUNTS,) int64, to which they add while counting, (1,) int32, is not 0.
+    look-ups there were. split: (MOST_ROUTES + 1,) int32, of m missing experts the first split[m] are fetched and the
+    others left to the host; it may change between look-ups. counts: (COUNTS,) int64, to which they add while counting,
+    (1,) int32, is not 0.
     """
 
     slot_of: torch.Tensor
@@ -24,6 +28,7 @@ class Tables:
     used: torch.Tensor
     order: torch.Tensor
     step: torch.Tensor
+    split: torch.Tensor
     counts: torch.Tensor
     counting: torch.Tensor
     pool: int

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from freetoken.banks import LayerBank
 from freetoken.errors import CapacityError, ConfigError
-from freetoken.gpu.tables import COUNTS, Tables
+from freetoken.gpu.tables import COUNTS, MOST_ROUTES, Tables
 from freetoken.units import format_bytes
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b")
@@ -175,14 +175,20 @@ class Statistics:
     """What look-ups counted.
 
     steps: look-ups with any valid id, of the layer that had most. routed: valid ids. hits, misses: distinct experts of
-    a step that were in a slot, or were given one. fetched_bytes: records of the latter.
+    a step that were in a slot, or were not. fetched: misses that were given one. fetched_bytes: their records.
     """
 
     steps: int
     routed: int
     hits: int
     misses: int
+    fetched: int
     fetched_bytes: int
+
+    @property
+    def computed(self) -> int:
+        """Misses that were left to the host."""
+        return self.misses - self.fetched
 
     @property
     def hit_rate(self) -> float:
@@ -224,6 +230,7 @@ class SlotPool:
         self._used = torch.zeros(n_layers, most, dtype=torch.int64, device=device)
         self._order = torch.arange(most, dtype=torch.int32, device=device).repeat(n_layers, 1)
         self._step = torch.zeros(n_layers, 1, dtype=torch.int64, device=device)
+        self._split = torch.arange(MOST_ROUTES + 1, dtype=torch.int32, device=device).repeat(n_layers, 1)
         self._counts = torch.zeros(n_layers, COUNTS, dtype=torch.int64, device=device)
         self._counting = torch.ones(1, dtype=torch.int32, device=device)
 
@@ -260,6 +267,7 @@ class SlotPool:
             used=self._used[layer, :n_slots],
             order=self._order[layer, :n_slots],
             step=self._step[layer],
+            split=self._split[layer],
             counts=self._counts[layer],
             counting=self._counting,
             pool=self._memory[layer].data_ptr(),
@@ -301,16 +309,16 @@ class SlotPool:
         """What was counted, of one layer or of all; waits for the device."""
         counts = self._counts.cpu()
         if layer is None:
-            _, routed, hits, misses = counts.sum(0).tolist()
-            fetched = sum(n * shape.slot_bytes for n, shape in zip(counts[:, 3].tolist(), self.layers, strict=True))
-            return Statistics(int(counts[:, 0].max()), routed, hits, misses, fetched)
-        steps, routed, hits, misses = counts[layer].tolist()
-        return Statistics(steps, routed, hits, misses, misses * self.layers[layer].slot_bytes)
+            _, routed, hits, misses, fetched = counts.sum(0).tolist()
+            nbytes = sum(n * shape.slot_bytes for n, shape in zip(counts[:, 4].tolist(), self.layers, strict=True))
+            return Statistics(int(counts[:, 0].max()), routed, hits, misses, fetched, nbytes)
+        steps, routed, hits, misses, fetched = counts[layer].tolist()
+        return Statistics(steps, routed, hits, misses, fetched, fetched * self.layers[layer].slot_bytes)
 
     def fetched_bytes_per_token(self) -> float:
         """Bytes that a token fetches into slots, over all layers that were looked up in; waits for the device."""
         counted = zip(self._counts.cpu().tolist(), self.layers, strict=True)
-        tokens = ((misses * layer.slot_bytes, routed / layer.top_k) for (_, routed, _, misses), layer in counted)
+        tokens = ((fetched * layer.slot_bytes, routed / layer.top_k) for (_, routed, *_, fetched), layer in counted)
         return sum((nbytes / n for nbytes, n in tokens if n), 0.0)
 
     def reset_statistics(self) -> None:

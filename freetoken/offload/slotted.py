@@ -14,7 +14,8 @@ from freetoken.executor import BoundLayer
 from freetoken.formats.record import Expert
 from freetoken.gpu.gather import Gather
 from freetoken.gpu.layer import LayerKernels
-from freetoken.gpu.lookup import MOST_EXPERTS, MOST_ROUTES, Found, Lookup
+from freetoken.gpu.lookup import MOST_EXPERTS, Found, Lookup
+from freetoken.gpu.tables import MOST_ROUTES
 from freetoken.gpu.units import COLUMNS
 from freetoken.offload.records import as_tensor
 from freetoken.offload.room import Room

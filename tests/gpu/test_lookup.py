@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from freetoken.gpu.lookup import Found, Lookup
-from freetoken.gpu.tables import COUNTS, Tables
+from freetoken.gpu.tables import COUNTS, MOST_ROUTES, Tables
 from freetoken.gpu.units import COLUMNS, Units
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -25,6 +25,7 @@ def make_tables(n_experts: int, n_slots: int, slot_bytes: int = 4096, pool: int 
         used=torch.zeros(n_slots, dtype=torch.int64, device=DEVICE),
         order=torch.arange(n_slots, dtype=torch.int32, device=DEVICE),
         step=torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        split=torch.arange(MOST_ROUTES + 1, dtype=torch.int32, device=DEVICE),
         counts=torch.zeros(COUNTS, dtype=torch.int64, device=DEVICE),
         counting=torch.ones(1, dtype=torch.int32, device=DEVICE),
         pool=pool,
@@ -49,14 +50,16 @@ class Model:
         self.expert_in = [-1] * self.n_slots
         self.used = [0] * self.n_slots
 
-    def look_up(self, ids: list[int]) -> tuple[list[int], dict[int, list[int]]]:
-        """The experts that are fetched, in order, and each expert's routes, in the order of the first."""
+    def look_up(self, ids: list[int], split: list[int]) -> tuple[list[int], list[int], dict[int, list[int]]]:
+        """The experts that are fetched, those left to the host, and all experts' routes, in the order of the first."""
         routes: dict[int, list[int]] = {}
         for route, expert in enumerate(ids):
             if 0 <= expert < self.n_experts:
                 routes.setdefault(expert, []).append(route)
         self.step += 1
-        fetched = [expert for expert in routes if expert not in self.expert_in]
+        missing = [expert for expert in routes if expert not in self.expert_in]
+        n = min(max(0, split[len(missing)]), len(missing))
+        fetched, left = missing[:n], missing[n:]
         idle = [slot for slot in self.order if self.expert_in[slot] not in routes]
         for expert, slot in zip(fetched, idle, strict=False):
             self.expert_in[slot] = expert
@@ -66,9 +69,10 @@ class Model:
         self.order = [slot for slot in self.order if slot not in in_use] + in_use
         self.counts[0] += bool(routes)
         self.counts[1] += sum(map(len, routes.values()))
-        self.counts[2] += len(routes) - len(fetched)
-        self.counts[3] += len(fetched)
-        return fetched, routes
+        self.counts[2] += len(routes) - len(missing)
+        self.counts[3] += len(missing)
+        self.counts[4] += len(fetched)
+        return fetched, left, routes
 
 
 def read_units(units: Units) -> list[tuple[int, list[int]]]:
@@ -99,7 +103,7 @@ def check_step(model: Model, tables: Tables, lookup: Lookup, ids: torch.Tensor, 
     """One step of both, which must agree in everything; returns what was fetched."""
     before = list(model.expert_in), list(model.used)
     lookup(ids.to(DEVICE), found)
-    fetched, routes = model.look_up(ids.flatten().tolist())
+    fetched, left, routes = model.look_up(ids.flatten().tolist(), tables.split.tolist())
 
     where = {expert: slot for slot, expert in enumerate(model.expert_in)}
     slot_of = [where.get(expert, -1) for expert in range(model.n_experts)]
@@ -114,8 +118,9 @@ def check_step(model: Model, tables: Tables, lookup: Lookup, ids: torch.Tensor, 
     addresses = [tables.pool + slot_of[expert] * tables.slot_bytes for expert in fetched]
     assert found.fetches.expert.tolist() == fetched + [-1] * padding
     assert found.fetches.address.tolist() == addresses + [0] * padding
+    assert found.host.tolist() == [expert if expert in left else -1 for expert in ids.flatten().tolist()]
     late = fetched if lookup.apart else []
-    soon = [expert for expert in routes if expert not in late]
+    soon = [expert for expert in routes if expert not in late and expert not in left]
     assert read_units(found.units) == expected_units(model, soon, routes, tables)
     assert read_units(found.late) == expected_units(model, late, routes, tables)
 
@@ -142,6 +147,14 @@ def draw(random: np.random.Generator, n_experts: int, shape: tuple[int, int], ki
     return torch.from_numpy(ids.astype(random.choice(["int32", "int64"])))
 
 
+def draw_split(random: np.random.Generator) -> torch.Tensor:
+    """How many are fetched of 0, 1, ... missing experts: all, none, a share, or numbers that are not possible too."""
+    m = np.arange(MOST_ROUTES + 1)
+    kind = random.choice(["all", "none", "share", "any"])
+    table = {"all": m, "none": 0 * m, "share": np.round(m * random.random()), "any": random.integers(-9, 99, len(m))}
+    return torch.from_numpy(table[kind].astype("int32"))
+
+
 SHAPES = [(1, 1, (1, 1)), (8, 5, (1, 5)), (8, 8, (3, 4)), (60, 9, (1, 4)), (128, 32, (1, 8)), (128, 100, (4, 8)),
           (128, 128, (8, 8)), (512, 64, (8, 8)), (512, 512, (6, 10)), (7, 7, (8, 8)), (300, 41, (3, 7))]  # fmt: skip
 """E, S, (B, K)."""
@@ -155,7 +168,9 @@ def test_does_what_the_model_does(n_experts: int, n_slots: int, shape: tuple[int
     lookup, found = Lookup(tables, shape[0] * shape[1], apart=apart), Found(shape[0] * shape[1], DEVICE)
     model = Model(n_experts, n_slots)
 
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        if step % 5 == 4:
+            tables.split.copy_(draw_split(random))
         check_step(
             model, tables, lookup, draw(random, n_experts, shape, random.choice(["uniform", "skewed", "bad"])), found
         )
@@ -170,6 +185,7 @@ def test_random_shapes() -> None:
         tables = make_tables(n_experts, n_slots, int(random.integers(1, 1 << 20)) * 64)
         lookup, found = Lookup(tables, shape[0] * shape[1]), Found(shape[0] * shape[1], DEVICE)
         model = Model(n_experts, n_slots)
+        tables.split.copy_(draw_split(random))
         for _ in range(STEPS // 10):
             check_step(model, tables, lookup, draw(random, n_experts, shape, random.choice(["skewed", "bad"])), found)
 
@@ -180,7 +196,7 @@ def test_the_same_experts_are_found_again() -> None:
     ids = torch.tensor([[9, 2], [2, 11]])
     assert check_step(model, tables, lookup, ids, found) == [9, 2, 11]
     assert check_step(model, tables, lookup, ids, found) == []
-    assert tables.counts.tolist() == [2, 8, 3, 3]
+    assert tables.counts.tolist() == [2, 8, 3, 3, 3]
 
 
 def test_what_was_used_longest_ago_goes_first() -> None:
@@ -189,6 +205,30 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     for expert in (0, 1, 2, 0, 3, 4):  # 3 takes the place of 1, and 4 that of 2
         check_step(model, tables, lookup, torch.tensor([[expert]]), found)
     assert tables.slot_of.tolist() == [0, -1, -1, 1, 2, -1, -1, -1]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_first_of_the_missing_are_fetched_and_the_others_left_to_the_host(apart: bool) -> None:
+    tables, model, found = make_tables(16, 8), Model(16, 8), Found(8, DEVICE)
+    lookup = Lookup(tables, 8, apart=apart)
+    check_step(model, tables, lookup, torch.tensor([[7, 7, 7, 7, -1, -1, -1, 16]]), found)
+    tables.split.copy_(torch.arange(MOST_ROUTES + 1) // 2)
+    assert check_step(model, tables, lookup, torch.tensor([[5, 3, 7, 1], [3, 5, 9, 1]]), found) == [5, 3]
+    assert found.host.tolist() == [-1, -1, -1, 1, -1, -1, 9, 1]
+    tables.split.fill_(-(1 << 31))
+    assert check_step(model, tables, lookup, torch.tensor([[9, 3, 1, 1, 1, 1, 1, 1]]), found) == []
+    assert found.host.tolist() == [9, -1, 1, 1, 1, 1, 1, 1]
+    tables.split.fill_((1 << 31) - 1)
+    assert check_step(model, tables, lookup, torch.tensor([[9, 3, 1, 1, 1, 1, 1, 1]]), found) == [9, 1]
+    assert tables.counts.tolist() == [4, 28, 3, 9, 5]
+
+
+def test_a_host_that_gets_all_leaves_the_slots_as_they_are() -> None:
+    tables, found = make_tables(4, 4), Found(4, DEVICE)
+    tables.split.zero_()
+    Lookup(tables, 4)(torch.tensor([[3, 2, 1, 0]], device=DEVICE), found)
+    assert found.host.tolist() == [3, 2, 1, 0] and read_units(found.units) == []
+    assert set(tables.expert_in.tolist()) == {-1} and tables.used.tolist() == [0] * 4
 
 
 def test_an_expert_of_many_routes_has_several_units() -> None:
@@ -208,10 +248,10 @@ def test_padded_tokens_are_nobodys() -> None:
     lookup = Lookup(tables, 8)
     lookup(torch.tensor([[5, 6, -1, -1], [-1, -1, 8, 1 << 40]], device=DEVICE), found)
     assert found.fetches.expert.tolist() == [5, 6] + [-1] * 6
-    assert tables.counts.tolist() == [1, 2, 0, 2]
+    assert tables.counts.tolist() == [1, 2, 0, 2, 2]
     lookup(torch.full((2, 4), -1, device=DEVICE), found)
     assert read_units(found.units) == [] and set(found.fetches.expert.tolist()) == {-1}
-    assert tables.counts.tolist() == [1, 2, 0, 2]
+    assert tables.counts.tolist() == [1, 2, 0, 2, 2]
 
 
 def test_nothing_is_counted_while_counting_is_off() -> None:
@@ -220,7 +260,7 @@ def test_nothing_is_counted_while_counting_is_off() -> None:
     for counting in (0, 1, 0):
         tables.counting.fill_(counting)
         lookup(torch.tensor([[1, 2]], device=DEVICE), found)
-    assert tables.counts.tolist() == [1, 2, 2, 0] and tables.step.tolist() == [3]
+    assert tables.counts.tolist() == [1, 2, 2, 0, 0] and tables.step.tolist() == [3]
 
 
 @pytest.mark.parametrize("slot_bytes", [13_240_000 // 64 * 64, 5 << 30])

@@ -218,18 +218,18 @@ def test_memory_that_the_device_refuses_is_a_capacity_error(monkeypatch: pytest.
 
 def test_statistics_are_summed_and_reset() -> None:
     pool = SlotPool(layers((8, 2, 128), (4, 2, 256)), (3, 2), CPU)
-    assert pool.statistics() == Statistics(0, 0, 0, 0, 0) and pool.statistics().hit_rate == 0
-    pool.tables(0).counts.copy_(torch.tensor([5, 10, 7, 3]))
-    pool.tables(1).counts.copy_(torch.tensor([4, 8, 2, 6]))
-    assert COUNTS == 4
-    assert pool.statistics(1) == Statistics(steps=4, routed=8, hits=2, misses=6, fetched_bytes=6 * 256)
-    assert pool.statistics() == Statistics(steps=5, routed=18, hits=9, misses=9, fetched_bytes=3 * 128 + 6 * 256)
-    assert pool.statistics().hit_rate == 0.5
-    assert pool.fetched_bytes_per_token() == 3 * 128 / 5 + 6 * 256 / 4
+    assert pool.statistics() == Statistics(0, 0, 0, 0, 0, 0) and pool.statistics().hit_rate == 0
+    pool.tables(0).counts.copy_(torch.tensor([5, 10, 7, 3, 1]))
+    pool.tables(1).counts.copy_(torch.tensor([4, 8, 2, 6, 6]))
+    assert COUNTS == 5
+    assert pool.statistics(1) == Statistics(steps=4, routed=8, hits=2, misses=6, fetched=6, fetched_bytes=6 * 256)
+    assert pool.statistics() == Statistics(5, 18, hits=9, misses=9, fetched=7, fetched_bytes=1 * 128 + 6 * 256)
+    assert pool.statistics().hit_rate == 0.5 and pool.statistics().computed == 2
+    assert pool.fetched_bytes_per_token() == 1 * 128 / 5 + 6 * 256 / 4
     pool.tables(0).counts.zero_()  # a layer that the host computes
     assert pool.fetched_bytes_per_token() == 6 * 256 / 4
     pool.reset_statistics()
-    assert pool.statistics() == Statistics(0, 0, 0, 0, 0)
+    assert pool.statistics() == Statistics(0, 0, 0, 0, 0, 0)
     pool.count(False)
     assert pool.tables(0).counting.tolist() == pool.tables(1).counting.tolist() == [0]
     pool.count(True)

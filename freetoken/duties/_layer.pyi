@@ -18,4 +18,5 @@ class LayerWork(TeamWork):
         out: NDArray[Any],
         scratch: Scratch,
         n_threads: int,
+        took: NDArray[np.int64] | None = None,
     ) -> LayerWork: ...

@@ -1,8 +1,9 @@
 """A layer of experts as a duty: input and output stay where they are, and a team computes it without Python."""
 from libc.stddef cimport ptrdiff_t
-from libc.stdint cimport int32_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from freetoken.duties._worker cimport TeamWork
 from freetoken.kernels._experts cimport (
@@ -20,6 +21,8 @@ cdef struct call:
     ptrdiff_t k, experts
     int threads
     uint8_t **scratch   # of a Scratch, which may grow and so move between two calls
+    int64_t *took       # NULL: nobody wants to know
+    int64_t begun
 
 
 cdef int32_t *cut(call *c, room *r) noexcept nogil:
@@ -33,8 +36,15 @@ cdef int32_t *cut(call *c, room *r) noexcept nogil:
     return ids
 
 
+cdef int64_t now() noexcept nogil:
+    cdef timespec time
+    clock_gettime(CLOCK_MONOTONIC, &time)
+    return <int64_t> time.tv_sec * 1_000_000_000 + time.tv_nsec
+
+
 cdef void before_layer(void *context) noexcept nogil:
     cdef call *c = <call *> context
+    c.begun = now()
     cdef job *first = c.parts.jobs if c.parts.shards else &c.whole
     cdef int32_t *ids
     cdef room r
@@ -55,12 +65,18 @@ cdef void run_layer(void *context, int thread, int n) noexcept nogil:
         layer(&c.whole, thread, n)
 
 
+cdef void after_layer(void *context) noexcept nogil:
+    cdef call *c = <call *> context
+    c.took[0] = max(<int64_t> 1, now() - c.begun)
+
+
 cdef class LayerWork(TeamWork):
     """One layer over fixed buffers, for a `Duty`.
 
     experts: an `ExpertLayer` or `ShardedLayer`. x, ids, weights, out: as `ExpertLayer.run` takes them, with at least
     one token and one route; read and written each time that the duty is done. scratch: shared by layers that are never
-    computed at the same time. n_threads: at most so many compute it.
+    computed at the same time. n_threads: at most so many compute it. took: (1,) int64, gets the nanoseconds that this
+    takes, at least 1, before the answer.
     """
 
     cdef call c
@@ -68,13 +84,15 @@ cdef class LayerWork(TeamWork):
 
     def __cinit__(
         self, experts not None, x, const int32_t[:, ::1] ids, const float[:, ::1] weights, out,
-        Scratch scratch not None, int n_threads,
+        Scratch scratch not None, int n_threads, int64_t[::1] took=None,
     ):
         cdef room r
         memset(&self.c, 0, sizeof(call))
-        self.kept = (experts, x, ids, weights, out, scratch)
+        self.kept = (experts, x, ids, weights, out, scratch, took)
         if ids.shape[0] < 1 or ids.shape[1] < 1:
             raise ValueError(f"ids are {ids.shape[0]} x {ids.shape[1]}, expected at least one token and one route")
+        if took is not None and took.shape[0] != 1:
+            raise ValueError(f"took has {took.shape[0]} numbers, expected one")
         if isinstance(experts, ShardedLayer):
             self.c.parts = (<ShardedLayer> experts).template
             (<ShardedLayer> experts).begin(&self.c.parts, x, ids, weights, out, n_threads)
@@ -92,6 +110,9 @@ cdef class LayerWork(TeamWork):
         scratch.reserve(r.used)
         self.task.before, self.task.work = before_layer, run_layer
         self.task.context, self.task.threads = &self.c, n_threads
+        if took is not None:
+            self.c.took = &took[0]
+            self.task.after = after_layer
 
     def __dealloc__(self):
         free(self.c.parts.jobs)

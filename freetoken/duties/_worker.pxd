@@ -54,6 +54,7 @@ cdef extern from "gate.h" nogil:
     ctypedef struct ft_task:
         void (*before)(void *context) noexcept nogil
         void (*work)(void *context, int thread, int n) noexcept nogil
+        void (*after)(void *context) noexcept nogil
         void *context
         int threads
     ctypedef struct ft_gate:

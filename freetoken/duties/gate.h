@@ -9,10 +9,11 @@
 
 enum { FT_GATE_SPINS = 20000 };
 
-/* before: by thread 0 alone, may be NULL; work: by `threads` threads or fewer. */
+/* before, after: by thread 0 alone, may be NULL; work: by `threads` threads or fewer. */
 typedef struct {
     void (*before)(void *context);
     void (*work)(void *context, int thread, int n);
+    void (*after)(void *context);
     void *context;
     int threads;
 } ft_task;
@@ -37,6 +38,7 @@ static inline void ft_gate_run(ft_gate *g, const ft_task *task, int n) {
     }
     ft_task_share(task, 0, n);
     ft_barrier_wait(&g->end, n);
+    if (task->after) task->after(task->context);
 }
 
 static inline void ft_gate_close(ft_gate *g) {

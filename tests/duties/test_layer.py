@@ -192,3 +192,35 @@ def test_scratch_that_grows_while_a_layer_is_computed() -> None:
         until(lambda step=step: worker.done == step)
     worker.stop()
     thread.join(20)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_how_long_a_layer_took_is_there_before_its_answer(threads: int) -> None:
+    layer, buffers, took = make_layer(1), Buffers(2), np.zeros(1, np.int64)
+    buffers.fill(np.random.default_rng(1))
+    bell, answer = make_flags(2)
+    work = LayerWork(layer, buffers.x, buffers.ids, buffers.weights, buffers.out, Scratch(), threads, took)
+    worker = Worker("experts", threads)
+    thread = run_thread(worker)
+    for step in (1, 2, 3):
+        took[0] = 0
+        start = time.monotonic_ns()
+        worker.post(Line([Duty("experts", 0, work, answer, bell)]), 2 * step, step)
+        if step == 2:
+            worker.skip(step)
+        bell.value = 2 * step
+        take(answer)
+        if step == 2:
+            assert took[0] == 0, "it was skipped"
+        else:
+            assert 0 < took[0] <= time.monotonic_ns() - start
+    worker.stop()
+    thread.join(20)
+
+
+def test_a_time_is_one_number() -> None:
+    buffers = Buffers(1)
+    with pytest.raises(ValueError, match="took has 2 numbers, expected one"):
+        LayerWork(
+            make_layer(1), buffers.x, buffers.ids, buffers.weights, buffers.out, Scratch(), 1, np.zeros(2, np.int64)
+        )

@@ -146,7 +146,7 @@ int main(int argc, char **argv) {
     pthread_t on_device, driver, upsetter;
     steps = argc > 1 ? atoi(argv[1]) : 1000;
     for (int l = 0; l < LAYERS; l++) {
-        tasks[l] = (layer_task){l, {before, work, &tasks[l], TEAM}};
+        tasks[l] = (layer_task){l, {before, work, NULL, &tasks[l], TEAM}};
         duties[l] = (ft_duty){&flags[l].bell, &flags[l].answer, &tasks[l].task};
     }
     pthread_create(&driver, NULL, drive, NULL);

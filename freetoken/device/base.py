@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from freetoken.device.histogram import BUCKETS
 from freetoken.errors import DeviceError
 
 FLAG_WORDS = 16
@@ -144,6 +145,70 @@ def check_copy(target: torch.Tensor, source: torch.Tensor) -> None:
         raise ValueError(f"copy of strides {source.stride()} to {target.stride()}, expected contiguous tensors")
 
 
+MOST_SENT = 3
+"""Pairs of a `Trip`: hidden states, ids, weights."""
+
+
+@dataclass(frozen=True)
+class Trip:
+    """One hand-off of a captured step to the host and back. All tensors are contiguous.
+
+    bell, answer: the flags. ids: (B, K) int32 on the device, experts left to the host, -1: none. sent: pairs of a
+    tensor of the host and one of the device, which is copied to it, at most `MOST_SENT`. back: (B, H) float32 or
+    bfloat16, the host's, what it computed. took: (1,) int64, the host's, nanoseconds of its own work: 0 from the bell
+    until it is done.
+
+    The others are the device's. times: (2,) int64, when it asked and when it had nothing else to do, ns. waited:
+    (3, BUCKETS) int64, histograms: how long the device waited; the hand-off, which is what a trip took beyond the
+    host's work, where that alone lasted longer than all else; the host's work. counting: (1,) int32, whether they are
+    added to, if it is not 0. Trips that are done one after the other can share waited and counting.
+
+    Raises `ValueError` for other shapes, types or strides.
+    """
+
+    bell: Flag
+    answer: Flag
+    ids: torch.Tensor
+    sent: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    back: torch.Tensor
+    took: torch.Tensor
+    times: torch.Tensor
+    waited: torch.Tensor
+    counting: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.sent) > MOST_SENT:
+            raise ValueError(f"{len(self.sent)} tensors are sent, expected at most {MOST_SENT}")
+        for target, source in self.sent:
+            check_copy(target, source)
+        if self.ids.dim() != 2 or self.back.dim() != 2 or len(self.ids) != len(self.back):
+            raise ValueError(f"ids {tuple(self.ids.shape)} and back {tuple(self.back.shape)}, expected (B, K), (B, H)")
+        if self.back.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"back is {self.back.dtype}, expected torch.float32 or torch.bfloat16")
+        for name, shape, dtype in (
+            ("ids", self.ids.shape, torch.int32),
+            ("back", self.back.shape, self.back.dtype),
+            ("took", (1,), torch.int64),
+            ("times", (2,), torch.int64),
+            ("waited", (3, BUCKETS), torch.int64),
+            ("counting", (1,), torch.int32),
+        ):
+            check_tensor(name, getattr(self, name), shape, dtype)
+
+    def check_sum(self, out: torch.Tensor) -> None:
+        """Raise `ValueError` unless what came back can be added to `out`."""
+        check_tensor("out", out, self.back.shape, self.back.dtype)
+
+
+def check_tensor(name: str, found: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raise `ValueError` unless a tensor is contiguous and what it should be."""
+    if tuple(found.shape) != tuple(shape) or found.dtype != dtype or not found.is_contiguous():
+        raise ValueError(
+            f"{name} is {tuple(found.shape)} {found.dtype} of strides {found.stride()}, "
+            f"expected {tuple(shape)} {dtype}, contiguous"
+        )
+
+
 @dataclass(frozen=True)
 class Waits:
     """How a graph waits for the host, for reports: by "memory" operations or by "host function", and why."""
@@ -175,6 +240,18 @@ class Stream(Protocol):
 
     def take(self, flag: Flag) -> None:
         """Write 0: what was waited for has been used."""
+
+    def ask(self, trip: Trip) -> None:
+        """Send what the host needs and ring; where all ids are -1, answer and ring as answered instead."""
+
+    def ready(self, trip: Trip) -> None:
+        """All else is done, what comes next waits for the trip's answer: note the time."""
+
+    def add(self, trip: Trip, out: torch.Tensor) -> None:
+        """Add what came back to out (B, H), in float32 and rounded once, after the answer; add to histograms.
+
+        Rows of tokens none of whose ids are left to the host are neither read nor written.
+        """
 
     def fork(self) -> Stream:
         """Another stream, which begins after what is on this one."""

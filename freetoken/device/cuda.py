@@ -32,6 +32,7 @@ from freetoken.device.base import (
 )
 from freetoken.device.cuda_streams import Capture, CudaGraph, CudaLane
 from freetoken.device.driver import KERNELS, Driver, Kernel
+from freetoken.device.handoff import Handoff
 from freetoken.device.probe import REPLAYS, Host
 from freetoken.errors import ConfigError, DeviceError, UnsupportedError
 
@@ -102,6 +103,7 @@ class CudaDevice:
         with self.entered("CudaDevice"):
             self.stream = self.stream_of(0)
             self.ring_kernel, self.set_kernel = self.compile(KERNELS, "ring", "set")
+            self.handoff = Handoff(self)
             self.host_function = int(self.driver.call("cuGetProcAddress", b"cuLaunchHostFunc", 12000, 0)[0])
         self.waits = self._choose_waits(waits, probe_s)
         logger.info("%s waits for the host by %s: %s", self.name, self.waits.kind, self.waits.why)

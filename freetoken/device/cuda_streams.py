@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freetoken.device._host_wait import HostWait
-from freetoken.device.base import Flag, Stream, check_copy
+from freetoken.device.base import Flag, Stream, Trip, check_copy
 
 if TYPE_CHECKING:
     from freetoken.device.cuda import CudaDevice
@@ -102,6 +102,21 @@ class CudaStream:
         """See `Stream`."""
         with self._adding(flag):
             self._device.set_kernel(self._device.pointer(flag), ctypes.c_uint(0))
+
+    def ask(self, trip: Trip) -> None:
+        """See `Stream`."""
+        with self._adding(trip):
+            self._device.handoff.ask(trip)
+
+    def ready(self, trip: Trip) -> None:
+        """See `Stream`."""
+        with self._adding(trip):
+            self._device.handoff.ready(trip)
+
+    def add(self, trip: Trip, out: torch.Tensor) -> None:
+        """See `Stream`."""
+        with self._adding(trip, out):
+            self._device.handoff.add(trip, out)
 
     def fork(self) -> CudaStream:
         """See `Stream`."""

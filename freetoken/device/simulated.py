@@ -399,6 +399,15 @@ class SimulatedDevice:
 
         self.later(self.vary(cost or self.speeds.kernel_s), end)
 
+    def now_ns(self) -> int:
+        """What a kernel finds when it reads the time."""
+        return round(self.time * 1e9)
+
+    def move(self, nbytes: int, done: Callable[[], None]) -> None:
+        """A kernel that reads or writes so much memory of the host."""
+        through = frozenset({"link", "host"})
+        self.later(self.vary(self.speeds.kernel_s), lambda: self._flow(nbytes, through, done))
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, done: Callable[[], None]) -> None:
         """A copy over the link."""
 

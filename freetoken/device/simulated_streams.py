@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from freetoken.device.base import Flag, Stream, check_copy
+from freetoken.device.base import Flag, Stream, Trip, check_copy
+from freetoken.device.histogram import bucket
 from freetoken.device.tape import Tape
 
 if TYPE_CHECKING:
@@ -76,18 +77,18 @@ class SimulatedStream:
 
     def ring(self, flag: Flag, answered: bool = False) -> None:
         """See `Stream`."""
+        self._add(f"ring {flag}", lambda done: self._ring(flag, answered, done))
+
+    def _ring(self, flag: Flag, answered: bool, done: Callable[[], None]) -> None:
         device = self._device
 
-        def start(done: Callable[[], None]) -> None:
-            def end() -> None:
-                flag.value = (flag.value & ~1) + 2 + answered
-                device.poke()
-                done()
+        def end() -> None:
+            flag.value = (flag.value & ~1) + 2 + answered
+            device.poke()
+            done()
 
-            if not device.take_fault("silent bell"):
-                device.later(device.vary(device.speeds.ring_s), end)
-
-        self._add(f"ring {flag}", start)
+        if not device.take_fault("silent bell"):
+            device.later(device.vary(device.speeds.ring_s), end)
 
     def wait(self, flag: Flag, take: bool = True) -> None:
         """See `Stream`."""
@@ -107,6 +108,53 @@ class SimulatedStream:
 
         self._add(f"take {flag}", start)
 
+    def ask(self, trip: Trip) -> None:
+        """See `Stream`."""
+        device = self._device
+
+        def start(done: Callable[[], None]) -> None:
+            trip.times[0] = device.now_ns()
+            wanted = bool((trip.ids >= 0).any())
+
+            def end() -> None:
+                if wanted:
+                    trip.took.zero_()
+                    for target, source in trip.sent:
+                        target.copy_(source)
+                else:
+                    trip.answer.value = 1
+                self._ring(trip.bell, not wanted, done)
+
+            device.move(sum(source.nbytes for _, source in trip.sent) if wanted else 0, end)
+
+        self._add(f"ask with {trip.bell}", start)
+
+    def ready(self, trip: Trip) -> None:
+        """See `Stream`."""
+
+        def note() -> None:
+            trip.times[1] = self._device.now_ns()
+
+        self.kernel(note)
+
+    def add(self, trip: Trip, out: torch.Tensor) -> None:
+        """See `Stream`."""
+        trip.check_sum(out)
+        device = self._device
+
+        def start(done: Callable[[], None]) -> None:
+            rows = (trip.ids >= 0).any(1)
+
+            def end() -> None:
+                out[rows] = (out[rows].float() + trip.back[rows].float()).to(out.dtype)
+                if rows.any() and trip.counting.any():
+                    _count(trip, device.now_ns())
+                done()
+
+            device.move(int(rows.sum()) * trip.back[:1].nbytes, end)
+
+        self._add("add", start)
+
     def fork(self) -> SimulatedStream:
         """See `Stream`."""
         return SimulatedStream(self._device, self._nodes, self._last)
@@ -115,6 +163,18 @@ class SimulatedStream:
         """See `Stream`."""
         assert isinstance(other, SimulatedStream)
         self._last = tuple(sorted({*self._last, *other._last}))
+
+
+def _count(trip: Trip, now: int) -> None:
+    """Add a trip that has come back to its histograms."""
+    asked, ready = trip.times.tolist()
+    took = int(trip.took)
+    if not took:
+        return  # it was answered without work
+    trip.waited[0, bucket(now - ready)] += 1
+    if asked + took > ready:
+        trip.waited[1, bucket(now - asked - took)] += 1
+    trip.waited[2, bucket(took)] += 1
 
 
 class SimulatedLane:

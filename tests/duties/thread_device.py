@@ -71,11 +71,14 @@ class ThreadDevice:
             with self._count:
                 self._left -= 1
 
+    def stream(self) -> ThreadStream:
+        return ThreadStream(self)
+
     def flags(self, n: int) -> list[Flag]:
         return make_flags(n)
 
     def capture(self, build: Callable[[Any], None]) -> ThreadGraph:
-        stream = ThreadStream(self)
+        stream = self.stream()
         build(stream)
         return ThreadGraph(stream.operations)
 

@@ -1,6 +1,6 @@
-/* A GPU in plain C++ in place of freetoken/gpu/device.cuh: blocks one after the other, a block's threads as fibers that go
- * on until they meet at a barrier. Copies to shared memory happen when they are waited for and not before; shared memory
- * holds 0xff bytes at first.
+/* A GPU in plain C++ in place of gpu/device.cuh, device/handoff.cuh and driver.RING: blocks one after the other, a block's
+ * threads as fibers that go on until they meet at a barrier. Copies to shared memory happen when they are waited for and
+ * not before; shared memory holds 0xff bytes at first.
  */
 #ifndef FREETOKEN_CUDA_TWIN_H
 #define FREETOKEN_CUDA_TWIN_H
@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <ucontext.h>
 
 #include <deque>
@@ -185,6 +186,21 @@ static inline unsigned int ft_fma_f16x2(unsigned int a, unsigned int b, unsigned
     return halves[0] | halves[1] << 16;
 }
 static inline unsigned int ft_mul_f16x2(unsigned int a, unsigned int b) { return ft_fma_f16x2(a, b, 0x80008000u); }
+
+static inline void ft_set(unsigned int *answer, unsigned int value) { __atomic_store_n(answer, value, __ATOMIC_RELEASE); }
+static inline void ft_ring(unsigned int *bell, unsigned int answered) { ft_set(bell, (*bell & ~1u) + 2u + answered); }
+static inline long long ft_now() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+static inline long long ft_load_number(const long long *from) { return *from; }
+static inline uint4 ft_load_sixteen(const void *from) {
+    if ((uintptr_t)from % 16) abort();
+    return *(const uint4 *)from;
+}
+static inline unsigned int ft_load_word(const unsigned int *from) { return *from; }
+static inline unsigned int ft_load_half(const unsigned short *from) { return *from; }
 
 struct ft_operands { unsigned int a[4], b[2]; };
 

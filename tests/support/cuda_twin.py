@@ -10,7 +10,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from freetoken.device.base import Flag
+
 COMPILER = shutil.which("g++")
+_HARDWARE = [("freetoken.gpu", "device.cuh"), ("freetoken.device", "handoff.cuh")]
+"""What the twin has in its own way."""
 _LAUNCH = """
 extern "C" void twin_{name}(void **at, const int *grid, int threads, int shared) {{
     ft_launch({name}, at, grid, threads, shared);
@@ -19,7 +25,7 @@ extern "C" void twin_{name}(void **at, const int *grid, int threads, int shared)
 
 
 class TwinDevice:
-    """What `CudaGemv` needs of a `CudaDevice`. folder: where compiled kernels go."""
+    """What `CudaGemv` and `Handoff` need of a `CudaDevice`. folder: where compiled kernels go."""
 
     name = "a twin"
     architecture = "sm_80"
@@ -28,10 +34,13 @@ class TwinDevice:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
+    def pointer(self, memory: torch.Tensor | Flag) -> int:
+        return memory.address if isinstance(memory, Flag) else memory.data_ptr()
+
     def compile(self, source: str, *names: str) -> list[TwinKernel]:
-        hardware = (importlib.resources.files("freetoken.gpu") / "device.cuh").read_text(encoding="utf-8")
-        assert hardware in source
-        text = source.replace(hardware, f'#include "{Path(__file__).with_suffix(".h")}"\n')
+        hardware = [(importlib.resources.files(p) / name).read_text(encoding="utf-8") for p, name in _HARDWARE]
+        mine = next(text for text in hardware if text in source)
+        text = source.replace(mine, f'#include "{Path(__file__).with_suffix(".h")}"\n')
         text += "".join(_LAUNCH.format(name=name) for name in names)
         place = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         library = place.with_suffix(".so")

@@ -10,6 +10,7 @@ before (`rates.py`); and a run, or with --graph a replay, of the same model whos
 """
 
 import argparse
+import contextlib
 import copy
 import gc
 import inspect
@@ -35,9 +36,10 @@ from transformers import DynamicCache, StaticCache
 
 import freetoken
 from freetoken import formats
-from freetoken.errors import FreeTokenError, UnsupportedError
+from freetoken.errors import DeviceError, FreeTokenError, UnsupportedError
 from freetoken.integration.device import place
 from freetoken.integration.operator import layer_of
+from freetoken.offload.experts import DeviceExperts, Usage
 from freetoken.offload.pinning import REFUSED
 from freetoken.units import format_bytes
 
@@ -47,7 +49,9 @@ STUB_BLOCKS = 8
 """At most so many blocks with experts that do nothing."""
 PREFILLS = 3
 """Times that a prompt is read, after one that is not timed."""
-STRATEGIES = ("cpu", "offload", "resident")
+WITH_CACHE = ("offload", "hybrid")
+STRATEGIES = ("cpu", "offload", "hybrid", "resident")
+QUANTILES = ("mean", "p50", "p99")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KEY = (
     "what", "model", "layers", "format", "strategy", "cache", "batch", "skew", "locality", "seed", "dtype", "device",
@@ -98,10 +102,15 @@ def put_on(model: Any, device: torch.device, strategy: str, cache: Any) -> None:
     if device.type == "cpu":
         return
     place(model, device=str(device), strategy=strategy, cache="auto" if cache is None else cache)
-    experts = next(filter(None, map(layer_of, model.modules()))).experts
-    pinned = experts.wait_until_pinned()
+    pinned = experts_of(model).wait_until_pinned()
     if pinned is not None and pinned.layers(REFUSED):
         print(f"{strategy}: {pinned}", file=sys.stderr, flush=True)
+
+
+def experts_of(model: Any) -> DeviceExperts:
+    """Those of a model on a device."""
+    experts: DeviceExperts = next(filter(None, map(layer_of, model.modules()))).experts
+    return experts
 
 
 class Table:
@@ -165,6 +174,8 @@ class Decoder:
         self.token = torch.zeros(self.batch, 1, dtype=torch.int64, device=self.device)
         self.position = torch.zeros(self.batch, 1, dtype=torch.int64, device=self.device)
         self._graph: Any = None
+        self._experts: DeviceExperts | None = None
+        self._last = 0
 
     def read(self, ids: torch.Tensor) -> None:
         """A prompt, (batch, tokens)."""
@@ -172,34 +183,47 @@ class Decoder:
         self._forward(ids, positions)
         self.position.add_(ids.shape[1])
 
-    def capture(self) -> None:
-        """From now on a step is a replay of this one, which is captured and not run.
+    def capture(self, experts: DeviceExperts | None = None) -> None:
+        """From now on a step is a replay of this one, which with experts is run once before it is captured.
 
         Raises `UnsupportedError` where a step waits for the host.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph: Any = None
         try:
             if not self.is_static:
                 raise RuntimeError("its cache grows")
-            with torch.cuda.graph(graph):
-                self.step()
-        except RuntimeError as error:
+            if experts is not None:
+                graph = experts.capture(self.step)
+            else:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    self.step()
+        except (RuntimeError, DeviceError) as error:
             name = type(self.model).__name__
             raise UnsupportedError(f"a step of {name} cannot be captured: {error}", feature="graph") from error
-        self._graph = graph
+        self._graph, self._experts = graph, experts
 
     def steps(self, n: int) -> None:
         """So many tokens of each sequence."""
-        for _ in range(n):
-            self.step()
+        with contextlib.nullcontext() if self._experts is None else self._experts.stepping():
+            for _ in range(n):
+                self.step()
+            self.wait()
 
     def step(self) -> None:
         """One token of each sequence."""
-        if self._graph is not None:
+        if self._experts is not None:
+            self._last = self._experts.launch(self._graph)
+        elif self._graph is not None:
             self._graph.replay()
-            return
-        self._forward(self.token, self.position)
-        self.position.add_(1)
+        else:
+            self._forward(self.token, self.position)
+            self.position.add_(1)
+
+    def wait(self) -> None:
+        """Until all steps of a graph with experts are done: they may wait for the host, so the device is not asked."""
+        if self._experts is not None:
+            self._experts.wait(self._last)
 
     def _make_cache(self) -> Any:
         config = self.model.config
@@ -296,7 +320,7 @@ class Bench:
         o = self.o
         known = {
             "model": o.model, "layers": o.layers, "format": self.fmt, "strategy": strategy,
-            "cache": cache if strategy == "offload" else None, "batch": o.batch, "skew": o.skew,
+            "cache": cache if strategy in WITH_CACHE else None, "batch": o.batch, "skew": o.skew,
             "locality": o.locality, "seed": o.seed, "dtype": o.dtype, "device": device_name(self.device),
             "threads": o.threads,
         }  # fmt: skip
@@ -345,10 +369,12 @@ class Bench:
             decoder = Decoder(model, o.batch, room, self.device)
             decoder.steps(o.warmup)
             if o.graph == "all":
-                decoder.capture()
+                decoder.capture(experts_of(model))
+                experts_of(model).reset_statistics()
             before = read_counters(model)
             seconds = time_blocks(decoder, blocks)
             counters = read_counters(model).since(before)
+            usage = freetoken.report(model).device
             decoder.restart()
             routing.restart()
             with stubbed(model):
@@ -361,8 +387,9 @@ class Bench:
         low, high = np.percentile(per_second, (10, 90))
         routed = distinct(ids[:, o.warmup :]) * made.expert_bytes
         fetched = counters.moved_for_each(blocks * BLOCK)
+        missing = counters.misses / (blocks * BLOCK) * made.expert_bytes
         stub = statistics.median(stubs) / BLOCK
-        least = byte_seconds(row["strategy"], routed, fetched, rates)
+        least = byte_seconds(row["strategy"], routed, fetched, missing, rates)
         by_bytes, by_stub = limits(o.batch, stub, least)
         return {
             **finish_row(counters, rates, float(np.median(per_second)), by_bytes, by_stub),
@@ -372,6 +399,7 @@ class Bench:
             "routed_bytes_per_token": routed / o.batch,
             "fetched_bytes_per_token": None if fetched is None else fetched / o.batch,
             "stub_ms": stub * 1e3,
+            **({} if usage is None else hybrid_row(usage)),
         }
 
     def _prefill(self, model: Any, row: Row, rates: Rates) -> Row:
@@ -394,7 +422,7 @@ class Bench:
         routing.remove()
         routed = distinct(ids.transpose(1, 2).reshape(ids.shape[0], 1, -1, ids.shape[3])) * made.expert_bytes
         copied = counters.moved_for_each(PREFILLS)
-        least = byte_seconds(row["strategy"], routed, copied, rates)
+        least = byte_seconds("offload" if row["strategy"] == "hybrid" else row["strategy"], routed, copied, 0.0, rates)
         compute = stub
         if rates.product is not None and row["strategy"] != "cpu":
             products = 3 * plan.layout.hidden * plan.layout.intermediate
@@ -408,6 +436,17 @@ class Bench:
             "compute_seconds": compute,
             "stub_ms": stub * 1e3,
         }
+
+
+def hybrid_row(usage: Usage) -> Row:
+    """What rows of graphs that wait for the host say besides; times in microseconds."""
+    times = {"waited": usage.waited, "hand_off": usage.hand_off, "host_work": usage.host_work}
+    return {
+        "split": usage.split,
+        "fetched_per_token": usage.fetched_per_token,
+        "computed_per_token": usage.computed_per_token,
+        **{f"{name}_{what}_us": getattr(found, what) * 1e6 for name, found in times.items() for what in QUANTILES},
+    }
 
 
 def finish_row(counters: Counters, rates: Rates, speed: float, by_bytes: float | None, limit: float | None) -> Row:
@@ -498,7 +537,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, help="of the model, the first so many (default: all)")
     add("--format", nargs="+", choices=formats.names(), metavar="FORMAT", help="of experts (default: the model's)")
     add("--strategy", nargs="+", choices=STRATEGIES, help="default: offload, on a CPU cpu")
-    add("--cache", nargs="+", type=parse_cache, default=["auto"], help="auto, slots, 0.25, 25%%, 4GiB; for offload")
+    add(
+        "--cache",
+        nargs="+",
+        type=parse_cache,
+        default=["auto"],
+        help="auto, slots, 0.25, 25%%, 4GiB; for offload and hybrid",
+    )
     add("--tokens", type=int, default=128, help="decoded and timed, in blocks of 8")
     add("--warmup", type=int, default=32, help="decoded before")
     add("--prefill", type=int, default=0, metavar="N", help="also read a prompt of so many tokens")
@@ -541,7 +586,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def combinations(o: argparse.Namespace) -> Iterable[tuple[str, Any]]:
     """Strategies, and caches for that which has one."""
     for strategy in o.strategy:
-        yield from itertools.product([strategy], o.cache if strategy == "offload" else [None])
+        yield from itertools.product([strategy], o.cache if strategy in WITH_CACHE else [None])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

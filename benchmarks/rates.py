@@ -70,11 +70,12 @@ def measure(device: torch.device, memory: Sequence[NDArray[np.uint8]], threads: 
     return Rates(host, link, copy, product)
 
 
-def byte_seconds(strategy: str, routed: float, fetched: float | None, rates: Rates) -> float | None:
+def byte_seconds(strategy: str, routed: float, fetched: float | None, missing: float, rates: Rates) -> float | None:
     """The least time in which a strategy can move the bytes of its experts, None where a figure for it is missing.
 
-    routed: bytes of experts that are computed with. fetched: of these, what crosses the link. `cpu` reads all from
-    host memory, `resident` from the device's; `offload` fetches some and reads all on the device, at the same time.
+    routed: bytes of experts that are computed with. missing: of these, what is in no slot; fetched: what crosses the
+    link. `cpu` reads all from host memory, `resident` from the device's; `offload` fetches some and reads all on the
+    device, at the same time; for `hybrid` what is missing leaves host memory at the rate of all cores, or of the link.
     """
     if strategy == "cpu":
         return routed / rates.host
@@ -82,6 +83,8 @@ def byte_seconds(strategy: str, routed: float, fetched: float | None, rates: Rat
         return None
     if strategy == "resident":
         return routed / rates.device
+    if strategy == "hybrid" and rates.link is not None:
+        return max(missing / max(rates.host, rates.link), routed / rates.device)
     if strategy != "offload" or rates.link is None or fetched is None:
         return None
     return max(fetched / rates.link, routed / rates.device)

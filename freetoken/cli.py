@@ -293,14 +293,20 @@ def _add_expert_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_device_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", metavar="D", help="cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument("--strategy", metavar="S", help="cpu, offload or resident (default: by what fits)")
+    parser.add_argument("--strategy", metavar="S", help="cpu, offload, hybrid or resident (default: by what fits)")
     parser.add_argument(
         "--cache", default="auto", metavar="C", help="of a device, for experts: auto, 4GiB, 0.25, slots (default: auto)"
+    )
+    parser.add_argument(
+        "--max-fetch",
+        default="auto",
+        metavar="F",
+        help="of hybrid, what is fetched of missing experts: auto, a share such as 0.5, or a number (default: auto)",
     )
 
 
 def _placement(args: argparse.Namespace) -> dict[str, Any]:
-    return {"device": args.device, "strategy": args.strategy, "cache": args.cache}
+    return {"device": args.device, "strategy": args.strategy, "cache": args.cache, "max_fetch": args.max_fetch}
 
 
 def _threads(text: str) -> int | str:

@@ -120,9 +120,23 @@ class Report:
             lines.append(
                 f"fetched    {format_bytes(round(self.fetched_bytes_per_token))} a token, hit rate {self.hit_rate:.0%}"
             )
+        if device.computed_per_token:
+            lines.append(
+                f"missing    {device.fetched_per_token:.1f} experts a token fetched, {device.computed_per_token:.1f} "
+                f"computed on the host; {device.split}"
+            )
+        if device.waited.count:
+            lines.append(
+                f"waited     for the host by {device.waits}: {_us(device.waited.mean)} a layer; hand-off "
+                f"{_us(device.hand_off.p50)}, p99 {_us(device.hand_off.p99)}; it worked {_us(device.host_work.p50)}"
+            )
         if device.streamed_bytes:
             lines.append(f"streamed   {format_bytes(device.streamed_bytes)} for many tokens at once")
         return lines
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us"
 
 
 def report(model: Any) -> Report:

@@ -158,10 +158,10 @@ class Trip:
     bfloat16, the host's, what it computed. took: (1,) int64, the host's, nanoseconds of its own work: 0 from the bell
     until it is done.
 
-    The others are the device's. times: (2,) int64, when it asked and when it had nothing else to do, ns. waited:
-    (3, BUCKETS) int64, histograms: how long the device waited; the hand-off, which is what a trip took beyond the
-    host's work, where that alone lasted longer than all else; the host's work. counting: (1,) int32, whether they are
-    added to, if it is not 0. Trips that are done one after the other can share waited and counting.
+    The others are the device's. times: (3,) int64, ns, when it asked, when it had nothing else to do, and when it had
+    added. waited: (3, BUCKETS) int64, histograms: how long the device waited; the hand-off, which is what a trip took
+    beyond the host's work, where that alone lasted longer than all else; the host's work. counting: (1,) int32, whether
+    they are added to, if it is not 0. Trips that are done one after the other can share waited and counting.
 
     Raises `ValueError` for other shapes, types or strides.
     """
@@ -189,7 +189,7 @@ class Trip:
             ("ids", self.ids.shape, torch.int32),
             ("back", self.back.shape, self.back.dtype),
             ("took", (1,), torch.int64),
-            ("times", (2,), torch.int64),
+            ("times", (3,), torch.int64),
             ("waited", (3, BUCKETS), torch.int64),
             ("counting", (1,), torch.int32),
         ):
@@ -314,8 +314,12 @@ class Device(Protocol):
     def pointer(self, memory: torch.Tensor) -> int:
         """Where the device finds memory; `DeviceError` for memory of the host that is not registered."""
 
-    def capture(self, build: Callable[[Stream], None]) -> Graph:
-        """The graph of what `build` puts on the stream that it is given."""
+    def capture(self, build: Callable[[Stream], None], share: Graph | None = None) -> Graph:
+        """The graph of what `build` puts on the stream that it is given.
+
+        share: a graph that is there already, whose memory for what lies between two operations may be used again:
+        neither's tensors are looked at after the other was launched.
+        """
 
     def launch(self, graph: Graph) -> None:
         """Launch it after all that was launched before. May block until the device has gone on."""

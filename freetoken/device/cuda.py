@@ -144,15 +144,17 @@ class CudaDevice:
                 with self.entered("unregister", closing=True):
                     self.driver.call("cuMemHostUnregister", memory.ctypes.data)
 
-    def capture(self, build: Callable[[Stream], None]) -> CudaGraph:
+    def capture(self, build: Callable[[Stream], None], share: Graph | None = None) -> CudaGraph:
         """See `Device`. Streams that `build` forks are joined in the end."""
+        assert share is None or isinstance(share, CudaGraph)
+        pool = None if share is None else share.graph.pool()
         self.is_idle()  # forgets graphs
         with self.entered("capture"), _no_collection():
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             capture = Capture(self)
             stream = capture.next_stream()
             with torch.cuda.stream(stream.stream):
-                graph.capture_begin(capture_error_mode="thread_local")  # other threads may do as they like
+                graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may do as they like
                 try:
                     build(stream)
                     if capture.open:

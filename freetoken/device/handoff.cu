@@ -68,7 +68,7 @@ template <bool BF16> FT_DEVICE unsigned int ft_add(unsigned int a, unsigned int 
 /* A grid of parts of a row and rows. width: values of a row. */
 template <bool BF16>
 FT_DEVICE void ft_add_rows(unsigned char *out, const unsigned char *back, const int *ids, int k, int width,
-                           const long long *times, const long long *took, long long *waited, const int *counting) {
+                           long long *times, const long long *took, long long *waited, const int *counting) {
     __shared__ int wanted, any;
     const int row = (int)blockIdx.y, me = (int)(blockIdx.x * FT_THREADS + threadIdx.x);
     const int step = (int)gridDim.x * FT_THREADS, bytes = width * (BF16 ? 2 : 4);
@@ -102,21 +102,23 @@ FT_DEVICE void ft_add_rows(unsigned char *out, const unsigned char *back, const 
     }
     if (blockIdx.x | blockIdx.y) return;
     __syncthreads();
-    if (!counts || work == 0) return; /* 0: it was answered without work */
+    if (!counts) return;
     const long long now = ft_now(), asked = times[0], at = times[1];
+    times[2] = now;
+    if (work == 0) return; /* it was answered without work */
     waited[ft_bucket(now - at)]++;
     if (asked + work > at) waited[FT_BUCKETS + ft_bucket(now - asked - work)]++;
     waited[2 * FT_BUCKETS + ft_bucket(work)]++;
 }
 
 extern "C" __global__ void __launch_bounds__(FT_THREADS)
-add_float(unsigned char *out, const unsigned char *back, const int *ids, int k, int width, const long long *times,
+add_float(unsigned char *out, const unsigned char *back, const int *ids, int k, int width, long long *times,
           const long long *took, long long *waited, const int *counting) {
     ft_add_rows<false>(out, back, ids, k, width, times, took, waited, counting);
 }
 
 extern "C" __global__ void __launch_bounds__(FT_THREADS)
-add_bf16(unsigned char *out, const unsigned char *back, const int *ids, int k, int width, const long long *times,
+add_bf16(unsigned char *out, const unsigned char *back, const int *ids, int k, int width, long long *times,
          const long long *took, long long *waited, const int *counting) {
     ft_add_rows<true>(out, back, ids, k, width, times, took, waited, counting);
 }

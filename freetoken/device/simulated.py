@@ -213,7 +213,7 @@ class SimulatedDevice:
             raise DeviceError(f"{memory.nbytes} bytes cannot be registered: simulated fault", operation="register")
         yield
 
-    def capture(self, build: Callable[[Stream], None]) -> SimulatedGraph:
+    def capture(self, build: Callable[[Stream], None], share: Graph | None = None) -> SimulatedGraph:
         """See `Device`."""
         refuse_in_duty("capture", SimulatedHangError)
         nodes: list[Node] = []

@@ -147,8 +147,9 @@ class SimulatedStream:
 
             def end() -> None:
                 out[rows] = (out[rows].float() + trip.back[rows].float()).to(out.dtype)
+                trip.times[2] = device.now_ns()
                 if rows.any() and trip.counting.any():
-                    _count(trip, device.now_ns())
+                    _count(trip)
                 done()
 
             device.move(int(rows.sum()) * trip.back[:1].nbytes, end)
@@ -165,9 +166,9 @@ class SimulatedStream:
         self._last = tuple(sorted({*self._last, *other._last}))
 
 
-def _count(trip: Trip, now: int) -> None:
+def _count(trip: Trip) -> None:
     """Add a trip that has come back to its histograms."""
-    asked, ready = trip.times.tolist()
+    asked, ready, now = trip.times.tolist()
     took = int(trip.took)
     if not took:
         return  # it was answered without work

@@ -98,15 +98,25 @@ class LayerKernels:
 
     def few(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, units: Units) -> torch.Tensor:
         """(B, H): the weighted sum of routed experts for few tokens x (B, H), whose records lie where units say."""
-        n, k = ids.shape
-        y = torch.empty(len(self._shards), n * k, self.hidden, dtype=torch.float32, device=x.device)
+        y, out = self.outputs(x, ids.numel()), torch.empty_like(x)
+        self.routes(x, ids.shape[1], units, y)
+        self.combine(y, ids, weights, out)
+        return out
+
+    def outputs(self, x: torch.Tensor, routes: int) -> torch.Tensor:
+        """Room for what `routes` gives: (S, B * K, H) float32, of each shard and route."""
+        return torch.empty(len(self._shards), routes, self.hidden, dtype=torch.float32, device=x.device)
+
+    def routes(self, x: torch.Tensor, k: int, units: Units, y: torch.Tensor) -> None:
+        """The first part of `few`, for the routes of these units: their rows of y."""
         for shard, part in zip(self._shards, y, strict=True):
-            h = torch.empty(n * k, shard.layout.intermediate, dtype=torch.float32, device=x.device)
+            h = torch.empty(len(part), shard.layout.intermediate, dtype=torch.float32, device=x.device)
             shard.few.gate_up(x, units, k, h, shard.offset)
             shard.few.down(h, units, part, shard.offset)
-        out = torch.empty_like(x)
+
+    def combine(self, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        """The second part of `few`: out (B, H), routes of ids that are no expert's add nothing."""
         combine(y, ids, weights, self.n_experts, out)
-        return out
 
     def many(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, tables: Iterable[torch.Tensor]

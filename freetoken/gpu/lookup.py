@@ -29,8 +29,8 @@ class Found:
     """What a look-up of R routes writes: units over experts and the fetches that some of them wait for.
 
     units: U = R, those that there are first. late: those of experts that are fetched, where the look-up keeps them
-    apart, else empty. fetches: F = R, those that there are first. host: (R,) int32, each route's expert if
-    that is left to the host, else -1. Look-ups that run one after the other can share it.
+    apart, else empty. fetches: F = R, those that there are first. here, host: (R,) int32, each route's
+    expert if it has a unit, or if it is left to the host, else -1. Look-ups that run one after the other can share it.
     """
 
     def __init__(self, routes: int, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class Found:
             torch.full((routes,), -1, dtype=torch.int32, device=device),
             torch.zeros(routes, dtype=torch.int64, device=device),
         )
-        self.host = torch.full((routes,), -1, dtype=torch.int32, device=device)
+        self.here, self.host = torch.full((2, routes), -1, dtype=torch.int32, device=device)
 
 
 class Lookup:
@@ -85,7 +85,7 @@ class Lookup:
         _look_up[(1,)](
             ids, tables.slot_of, tables.expert_in, tables.used, tables.order, tables.step, tables.split,
             tables.counts, tables.counting, found.address, found.route, found.fetches.expert, found.fetches.address,
-            found.host, tables.pool, tables.slot_bytes,
+            found.here, found.host, tables.pool, tables.slot_bytes,
             E=tables.n_experts, S=tables.n_slots, R=self.routes, APART=self.apart, COLUMNS=COLUMNS, COUNTS=COUNTS,
             PADDED_R=triton.next_power_of_2(self.routes), PADDED_S=triton.next_power_of_2(tables.n_slots),
             num_warps=_WARPS,
@@ -95,7 +95,7 @@ class Lookup:
 @triton.jit(do_not_specialize=["pool", "slot_bytes"])
 def _look_up(
     ids, slot_of, expert_in, used, order, step, split, counts, counting,
-    address, route, expert, target, host, pool, slot_bytes,
+    address, route, expert, target, here_ids, host, pool, slot_bytes,
     E: tl.constexpr, S: tl.constexpr, R: tl.constexpr, APART: tl.constexpr, COLUMNS: tl.constexpr,
     COUNTS: tl.constexpr, PADDED_R: tl.constexpr, PADDED_S: tl.constexpr,
 ):  # fmt: skip
@@ -154,6 +154,7 @@ def _look_up(
     tl.debug_barrier()
     slot = tl.load(slot_of + one, mask=valid, other=-1)
     here = slot >= 0
+    tl.store(here_ids + i, tl.where(here, one, -1), mask=i < R)
     tl.store(host + i, tl.where(here, -1, one), mask=i < R)
 
     # A unit belongs to the route that begins it: the first, ninth, ... of its expert.

@@ -18,7 +18,7 @@ from freetoken.executor import BoundLayer
 from freetoken.integration.operator import attach_layer, layer_of
 from freetoken.integration.quantizer import FreetokenQuantizer
 from freetoken.offload.experts import DeviceExperts
-from freetoken.offload.room import Room, choose_room
+from freetoken.offload.room import Asked, Room, choose_room
 from freetoken.offload.slots import LayerExperts
 from freetoken.units import format_bytes
 
@@ -57,25 +57,24 @@ def open_device(name: str | torch.device | Device) -> Device | None:
     return CudaDevice(index)
 
 
-def check_strategy(device: str | torch.device | Device, strategy: str | None, cache: str | float) -> None:
+def check_asked(device: str | torch.device | Device, asked: Asked) -> None:
     """Raise `ConfigError` for what can be seen to be wrong without a device."""
-    if is_cpu(device) and (strategy not in (None, "cpu") or str(cache).strip().lower() != "auto"):
+    if is_cpu(device) and (asked.strategy not in (None, "cpu") or not asked.is_auto):
         raise ConfigError(
-            f"strategy={strategy!r} and cache={cache!r} are about a device, and there is none: give device='cuda'",
+            f"strategy={asked.strategy!r} and cache={asked.cache!r} are about a device, and there is none: give "
+            "device='cuda'",
             name="strategy",
-            value=strategy,
+            value=asked.strategy,
             expected="strategy=None or 'cpu', and no cache, without a device",
         )
 
 
-def check_room(
-    device: Device, layers: Sequence[LayerExperts], dense_bytes: int, strategy: str | None, cache: str | float
-) -> Room:
+def check_room(device: Device, layers: Sequence[LayerExperts], dense_bytes: int, asked: Asked) -> Room:
     """What goes on the device beside the dense part; raises what `choose_room` does. Nothing is allocated."""
     free = device.free_bytes()
     if dense_bytes > free:
         raise _dense_error(device, dense_bytes)
-    return choose_room(layers, free - dense_bytes, strategy, cache)
+    return choose_room(layers, free - dense_bytes, asked)
 
 
 def place(
@@ -83,15 +82,18 @@ def place(
     device: str | torch.device | Device = "cuda",
     strategy: str | None = None,
     cache: str | float = "auto",
+    max_fetch: str | float = "auto",
 ) -> None:
     """Move a model from `load` or `attach` to a device: its dense part, and for the experts a strategy.
 
-    strategy, cache: see `load`. On an error the model stays as it was, on the CPU. Raises `ConfigError`,
+    strategy, cache, max_fetch: see `load`. On an error the model stays as it was, on the CPU. Raises `ConfigError`,
     `UnsupportedError` or `CapacityError`.
     """
+    asked = Asked(strategy, cache, max_fetch)
+    check_asked(device, asked)
     with opened(device) as target:
         if target is not None:
-            move(model, target, strategy, cache, owned=target is not device)
+            move(model, target, asked, owned=target is not device)
 
 
 @contextlib.contextmanager
@@ -106,7 +108,7 @@ def opened(device: str | torch.device | Device) -> Iterator[Device | None]:
         raise
 
 
-def move(model: Any, target: Device, strategy: str | None, cache: str | float, *, owned: bool) -> None:
+def move(model: Any, target: Device, asked: Asked, *, owned: bool) -> None:
     """What `place` does. owned: the device is closed with the model."""
     modules = [module for module in model.modules() if layer_of(module) is not None]
     bound = [layer for module in modules if isinstance(layer := layer_of(module), BoundLayer)]
@@ -121,7 +123,7 @@ def move(model: Any, target: Device, strategy: str | None, cache: str | float, *
     top_k = max(1, experts_per_token(model.config.get_text_config().to_dict()))
     shapes = [LayerExperts.of(layer.bank, top_k) for layer in bound]
     dense = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    room = check_room(target, shapes, dense, strategy, cache)
+    room = check_room(target, shapes, dense, asked)
     experts = DeviceExperts(target, bound, shapes, room, model.dtype, owns_device=owned)
     try:
         model.to(target.torch_device)

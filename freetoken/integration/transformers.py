@@ -53,7 +53,7 @@ from freetoken.errors import CheckpointError, ConfigError, FreeTokenError
 from freetoken.executor import BoundLayer, Executor
 from freetoken.formats.base import Format
 from freetoken.integration import gguf
-from freetoken.integration.device import check_room, check_strategy, move, opened
+from freetoken.integration.device import check_asked, check_room, move, opened
 from freetoken.integration.hub import local_folder
 from freetoken.integration.operator import IMPLEMENTATION, attach_layer, experts_forward, layer_of, refuse_after_fork
 from freetoken.integration.plan import LoadPlan
@@ -62,6 +62,7 @@ from freetoken.integration.threads import clamp_threads
 from freetoken.memory import guard, residency
 from freetoken.memory.guard import Guard
 from freetoken.memory.placement import Placer, choose
+from freetoken.offload.room import Asked
 from freetoken.offload.slots import LayerExperts
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ def load(
     device: str | torch.device | Device = "cpu",
     strategy: str | None = None,
     cache: str | float = "auto",
+    max_fetch: str | float = "auto",
     dtype: torch.dtype | str | None = None,
     progress: bool | None = None,
     **model_kwargs: Any,
@@ -141,10 +143,12 @@ def load(
 
     device: "cpu", or "cuda" or "cuda:N" for the dense part. strategy: where experts are computed then. "offload": on
     the device, from slots for the ones used last, into which missing ones are fetched from pinned host memory.
-    "resident": on the device, which holds all of them; the host's copy is dropped. "cpu": on the host. None takes
-    "resident" where all fit, else "offload". cache: how much of the device's memory is for slots: "auto" for what is
-    free, a size such as "4GiB", a share of all experts (0.25), or a number of slots. Banks are pinned in the
-    background; until then, and where it is refused, their layers are computed on the host.
+    "hybrid": the same, but while some of what is missing is fetched the host computes the rest. "resident": on the
+    device, which holds all of them; the host's copy is dropped. "cpu": on the host. None takes "resident" where all
+    fit, else "offload". cache: how much of the device's memory is for slots: "auto" for what is free, a size such as
+    "4GiB", a share of all experts (0.25), or a number of slots. max_fetch: of hybrid, what is fetched of the missing
+    experts of a layer: "auto" for what is measured to be done first, a share (0.5), or at most a number of experts.
+    Banks are pinned in the background; until then, and where it is refused, their layers are computed on the host.
 
     dtype: of the dense part (default: the checkpoint's; bfloat16 for GGUF). progress: bars; None shows them on a
     terminal only. model_kwargs go to transformers' from_pretrained. The tokenizer is None where there is none.
@@ -152,7 +156,8 @@ def load(
     Raises `CheckpointError`, `ConfigError`, `UnsupportedError` or `CapacityError`, before anything large is allocated.
     """
     show = sys.stderr.isatty() if progress is None else progress
-    check_strategy(device, strategy, cache)
+    asked = Asked(strategy, cache, max_fetch)
+    check_asked(device, asked)
     for name in _OURS:
         if name in model_kwargs:
             raise ConfigError(
@@ -178,7 +183,7 @@ def load(
     with opened(device) as target:
         if target is not None:
             _, dense = needed_bytes(found, fmt, resolved.itemsize)
-            check_room(target, _shapes(found, fmt, config), dense, strategy, cache)
+            check_room(target, _shapes(found, fmt, config), dense, asked)
         executor, watch = Executor(workers, resolved, machine.why(threads), where), guard.from_settings()
         tokenizer = _load_tokenizer(found.checkpoint, trust_remote_code)
         plan = LoadPlan(found, fmt)
@@ -187,7 +192,7 @@ def load(
                 model = _load_dense(config, resolved, plan, trust_remote_code, show, model_kwargs)
             _attach_experts(model, plan, executor, shared, readers, watch, show)
         if target is not None:
-            move(model, target, strategy, cache, owned=target is not device)
+            move(model, target, asked, owned=target is not device)
     return model, tokenizer
 
 

@@ -1,12 +1,14 @@
 """The experts of a model on a device: which way a layer's call goes.
 
+    hybrid     as offload, but in a graph the host computes some of what is missing while the rest is fetched
     offload    few tokens: look-up, fetches into slots, products of records with vectors
                many tokens: whole layers streamed through two buffers, matrix products
                not pinned, or not yet: as cpu
     resident   every expert has its slot; the host's copy is dropped
     cpu        the host computes, through the step protocol
 
-A *step* here is a model's forward pass, from its first layer to its last.
+A *step* here is a model's forward pass, from its first layer to its last: layer by layer as they are called, or all of
+it as a graph that `capture` gives and `launch` replays.
 """
 
 from __future__ import annotations
@@ -15,21 +17,27 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from freetoken import settings
-from freetoken.device.base import Device, Lane, is_in_duty
-from freetoken.errors import CapacityError, ClosedError, DeviceError, UnsupportedError
+from freetoken.device.base import Device, Graph, Lane, Stream, Trip, is_in_duty
+from freetoken.device.histogram import BUCKETS, Times
+from freetoken.device.immediate import Immediate
+from freetoken.duties.steps import StepGraph
+from freetoken.errors import CapacityError, ClosedError, DeviceError, FreeTokenError, UnsupportedError
 from freetoken.executor import BoundLayer, forked_error
-from freetoken.offload.host import HostExperts
+from freetoken.offload.calibrate import Calibration, calibrate
+from freetoken.offload.capture import StepCapture, result_for, wait_for
+from freetoken.offload.host import HandOff, HostExperts
 from freetoken.offload.layer import DeviceLayer
 from freetoken.offload.pinning import Pinned, Pinner
 from freetoken.offload.records import as_tensor
 from freetoken.offload.room import Room
 from freetoken.offload.slots import LayerExperts, Statistics
+from freetoken.offload.split import fetch_table, parse_max_fetch
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +55,11 @@ class Usage:
     statistics: of look-ups, None without slots. fetched_bytes_per_token: into slots. streamed_bytes: copied for many
     tokens at once. link_bps: what a plain copy from pinned memory reached when the first layer was pinned, bytes a
     second; 0 where none was made. host_threads: that compute layers, 0 where none was computed there.
+
+    Of decoding in graphs, what was counted since `reset_statistics`: fetched_per_token, computed_per_token: missing
+    experts that were fetched, or left to the host, over all layers. split: how they are divided. waits: how the device
+    waits for the host, "" where it never did. waited: how long, for each layer that left something to the host;
+    hand_off: what of that is neither the host's work nor the device's own; host_work: the former.
     """
 
     device: str
@@ -61,6 +74,13 @@ class Usage:
     link_bps: float
     kernels: tuple[str, ...]
     host_threads: int
+    fetched_per_token: float
+    computed_per_token: float
+    split: str
+    waits: str
+    waited: Times
+    hand_off: Times
+    host_work: Times
 
     @property
     def hit_rate(self) -> float | None:
@@ -69,11 +89,15 @@ class Usage:
 
 
 class _Step(threading.local):
-    """A thread's forward pass. token: by which the pinner knows it. launched: what the host computes for it."""
+    """A thread's forward pass. token: by which the pinner knows it. launched: what the host computes for it.
+
+    capture: what its layers are put into instead of being computed.
+    """
 
     def __init__(self) -> None:
         self.token: object | None = None
         self.launched: list[int] = []
+        self.capture: StepCapture | None = None
 
 
 class DeviceExperts:
@@ -106,6 +130,11 @@ class DeviceExperts:
         self._host: HostExperts | None = None
         self._pinner: Pinner | None = None
         self._link_bps = 0.0
+        self._shapes, self._dtype = tuple(shapes), dtype
+        self._asked_fetch, self._max_fetch = room.max_fetch, parse_max_fetch(room.max_fetch)
+        self.calibration: Calibration | None = None
+        self._waited = torch.zeros(3, BUCKETS, dtype=torch.int64, device=device.torch_device)
+        self._counting = torch.ones(1, dtype=torch.int32, device=device.torch_device)
         resident = room.strategy == "resident"
         self.layers = tuple(
             DeviceLayer(self, i, layer.layout, layer.n_experts, layer.expert_bytes, None if resident else layer)
@@ -124,7 +153,7 @@ class DeviceExperts:
             ) from error
         with device.active():
             try:
-                self._slotted = SlottedExperts(device, layers, shapes, room, dtype)
+                self._slotted = SlottedExperts(device, layers, shapes, room, dtype, self._counting)
             except torch.OutOfMemoryError as error:
                 raise CapacityError(
                     f"{device.name} refused memory for slots and buffers: ask for a smaller cache, or raise "
@@ -133,6 +162,8 @@ class DeviceExperts:
                     available=device.free_bytes(),
                     where=device.name,
                 ) from error
+        if self._max_fetch is not None:
+            self._slotted.pool.split_misses(fetch_table(self._max_fetch))
         if not resident:
             self._pinner = Pinner(device, [layer.bank for layer in layers], on_pinned=self._try_link)
             self._pinner.start()
@@ -150,13 +181,14 @@ class DeviceExperts:
             return self.run(layer, x.to(on), ids.to(on), weights.to(on)).to(x.device)
         if not len(x):
             return torch.empty_like(x)
+        if self._step.capture is not None:
+            return self._put(self._step.capture, layer, x, ids, weights)
         if layer.number == 0:
             self._leave()  # a step that ended between two layers
             if len(x) >= _PROMPT_TOKENS:
                 self.wait_until_pinned()  # without the lock: another thread's step may have to end first
         with self._lock, self.device.active():
-            if self._closed:
-                raise ClosedError("this model's experts were closed: load it again", what="DeviceExperts")
+            self._check_open()
             self._go_on(layer.number)
             try:
                 out = self._compute(layer, x.contiguous(), ids.contiguous(), weights.contiguous())
@@ -169,28 +201,209 @@ class DeviceExperts:
 
     def _compute(self, layer: DeviceLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         number = layer.number
-        if self._slotted is None or (self._pinner is not None and not self._pinner.is_pinned(number)):
+        if self._slotted is None or not self._reaches(number):
             assert layer.bound is not None, "only resident layers are not bound, and they have slots"
-            if self._host is None:
-                self._host = HostExperts(self.device, self._executor)
-            return self._host.run(number, layer.bound, self._step.launched, x, ids, weights)
+            return self.host.run(number, layer.bound, self._step.launched, x, ids, weights)
         rest = [n for n in range(number, len(self.layers)) if self._pinner is None or self._pinner.is_pinned(n)]
         return self._slotted.run(number, x, ids, weights, rest)
 
+    def _reaches(self, number: int) -> bool:
+        """Whether the device computes a layer."""
+        return self._slotted is not None and (self._pinner is None or self._pinner.is_pinned(number))
+
+    @property
+    def host(self) -> HostExperts:
+        """What the host does for the device, made when it is first wanted."""
+        if self._host is None:
+            self._host = HostExperts(self.device, self._executor)
+        return self._host
+
+    # -- whole steps
+
+    def capture(
+        self,
+        forward: Callable[[], object],
+        valid: torch.Tensor | None = None,
+        share: StepGraph | None = None,
+        *,
+        tailed: bool = False,
+    ) -> StepGraph:
+        """A forward pass as a graph, for `launch`. It is run once before it is captured, so its state moves on.
+
+        forward: computes with fixed tensors on the device, from the first layer to the last. valid: (B,) bool on the
+        device, tokens that count: the others have no experts. share: a step that never runs at the same time, whose
+        memory is used again. tailed: it is always launched with a tail, which rings `Steps.finished_flag` in the end.
+        The graph lasts as long as what is captured stays where it is; the split of misses, what lies in slots and
+        whether look-ups are counted may change.
+
+        Waits until banks are pinned; the first one measures how misses are best split. Raises `torch.OutOfMemoryError`,
+        and what the forward pass raises.
+        """
+        self.wait_until_pinned()
+        self._calibrate()
+        return self.capture_with_trips(forward, valid, share, tailed)[0]
+
+    def capture_with_trips(
+        self,
+        forward: Callable[[], object],
+        valid: torch.Tensor | None = None,
+        share: StepGraph | None = None,
+        tailed: bool = False,
+    ) -> tuple[StepGraph, list[HandOff]]:
+        """As `capture`, without its waits, and what the graph leaves to the host."""
+        plain = torch.inference_mode(False), torch.no_grad()  # what is made here is written to by anyone
+        with self._lock, self.device.active(), plain[0], plain[1]:
+            self._check_open()
+            if self._step.capture is not None:
+                raise FreeTokenError("a capture inside a capture")
+            self.host.steps.drain()  # nothing waits while there is a capture
+            self._stop_streaming()
+            capture = StepCapture(Immediate(), valid)
+            self._order(self.device.current())
+            try:
+                self._step.capture = capture
+                forward()
+                self.device.synchronize()
+                capture.is_warm = True
+
+                def build(stream: Stream) -> None:
+                    capture.stream = stream
+                    stream.trace(forward)
+                    if not tailed:
+                        stream.ring(self.host.steps.finished_flag)
+
+                graph = self.device.capture(build, None if share is None else share.graph)
+            except BaseException:
+                self.forget()  # what was looked up may not have been fetched
+                raise
+            finally:
+                self._step.capture = None
+            duties = {self.host.worker: capture.duties} if capture.duties else {}
+            return self.host.steps.bind(graph, duties), list(capture.hand_offs.values())
+
+    def _calibrate(self) -> None:
+        """Once, where misses are split and nobody has said how."""
+        if self.strategy != "hybrid" or self.calibration is not None or self._max_fetch is not None:
+            return
+        first = next(filter(self._reaches, range(len(self.layers))), None)
+        if first is None:
+            return
+        alike = [n for n in range(len(self.layers)) if self._reaches(n) and self._shapes[n] == self._shapes[first]]
+        self.calibration = calibrate(self, alike, self._shapes[first].top_k, self._dtype)
+
+    def split_misses(self, fetches: Sequence[int]) -> None:
+        """Of m missing experts of a layer, graphs fetch fetches[m] from now on; (`MOST_ROUTES` + 1) numbers."""
+        with self._lock:
+            self._check_open()
+            if self._slotted is not None:
+                self._slotted.pool.split_misses(fetches)
+
+    def forget(self) -> None:
+        """No expert is in a slot any more."""
+        with self._lock:
+            if self._slotted is not None:
+                self._slotted.forget()
+
+    def count(self, on: bool) -> None:
+        """Whether look-ups and hand-offs are counted from now on; nothing is captured again."""
+        with self._lock:
+            self._counting.fill_(int(on))
+
+    @contextlib.contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Inside, nothing is counted."""
+        before = self._counting.clone()
+        self.count(False)
+        try:
+            yield
+        finally:
+            self._counting.copy_(before)
+
+    def _put(
+        self, capture: StepCapture, layer: DeviceLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Put a layer into a graph; its result is there when the graph gets so far."""
+        number, bound, reaches = layer.number, layer.bound, self._reaches(layer.number)
+        ids, weights = capture.count(ids), capture.as_type(weights, torch.float32)
+        x = capture.as_type(x, x.dtype)
+        out = result_for(x)
+        leaves = self.strategy == "hybrid" or not reaches
+        wide = capture.as_type(x, torch.float32 if leaves and x.dtype == torch.float16 else x.dtype)
+        total = out if wide is x else result_for(wide)  # the host has no fp16
+
+        def leave(part: slice, ids: torch.Tensor) -> Trip:
+            def make() -> HandOff:
+                assert bound is not None, "only resident layers are not bound, and nothing is left of them"
+                return self.host.hand_off(number, bound, len(ids), ids.shape[1], wide.dtype)
+
+            found = capture.hand_off(number, part.start, make)
+            return found.trip(wide[part], ids, weights[part], self._waited, self._counting)
+
+        if reaches:
+            assert self._slotted is not None
+            self._slotted.put(capture.stream, number, x, ids, weights, total, leave if leaves else None)
+        else:
+            trip = leave(slice(0, len(ids)), capture.as_type(ids, torch.int32))
+            capture.stream.ask(trip)
+            capture.stream.kernel(total.zero_)
+            wait_for(capture.stream, trip, total)
+        if total is not out:
+            capture.stream.kernel(lambda: out.copy_(total))
+        return out
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around launches and the waits for them: nothing is pinned meanwhile."""
+        token = None if self._pinner is None else self._pinner.begin()
+        try:
+            yield
+        finally:
+            if self._pinner is not None:
+                self._pinner.end(token)
+
+    def launch(self, step: StepGraph, tail: Graph | None = None) -> int:
+        """Launch a step that `capture` gave, and return its number, for `wait`; inside `stepping`.
+
+        It comes after all that this thread's current lane has, and what this thread computes afterwards comes after it.
+        tail and errors: see `Steps.launch`.
+        """
+        with self._lock, self.device.active():
+            self._check_open()
+            self._stop_streaming()  # experts may leave the slots that it knows
+            current, launches = self.device.current(), self.device.launches()
+            self._order(launches)
+            launches.after(current.mark())
+            return self.host.steps.launch(step, tail)
+
+    def wait(self, number: int) -> None:
+        """Return when a step has ended; raises the `StepError` of one that failed or was cancelled."""
+        self.host.steps.wait(number)
+
     def _go_on(self, number: int) -> None:
         """This thread's step begins with its first layer, or goes on."""
-        lane = self.device.current()
-        if self._lane is not None and lane != self._lane:
-            lane.after(self._lane.mark())
-        self._lane = lane
-        if number == 0 and self._slotted is not None and self._slotted.streamer is not None:
-            self._slotted.streamer.stop()  # what an earlier step has left
+        self._order(self.device.current())
+        if number == 0:
+            self._stop_streaming()  # what an earlier step has left
         if self._pinner is None:
             return
         if self._step.token is None:
             self._step.token = self._pinner.begin()
         else:
             self._pinner.heard_of(self._step.token)
+
+    def _order(self, lane: Lane) -> None:
+        """What comes next is on this lane, after what was put on another."""
+        if self._lane is not None and lane != self._lane:
+            lane.after(self._lane.mark())
+        self._lane = lane
+
+    def _stop_streaming(self) -> None:
+        if self._slotted is not None and self._slotted.streamer is not None:
+            self._slotted.streamer.stop()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this model's experts were closed: load it again", what="DeviceExperts")
 
     def _finish(self) -> None:
         """This thread's step is over; raises what failed of it on the host."""
@@ -206,8 +419,7 @@ class DeviceExperts:
     def _abandon(self) -> None:
         """This thread's step ends before its last layer."""
         self._leave()
-        if self._slotted is not None and self._slotted.streamer is not None:
-            self._slotted.streamer.stop()
+        self._stop_streaming()
 
     def _try_link(self, number: int) -> None:
         """Measure a plain copy from the first layer that is pinned; nothing else is on its way."""
@@ -242,6 +454,8 @@ class DeviceExperts:
             slotted = None if self._closed else self._slotted
             pool = None if slotted is None else slotted.pool
             streamer = None if slotted is None else slotted.streamer
+            fetched, computed = (0.0, 0.0) if pool is None else pool.missed_per_token()
+            waited, hand_off, work = (Times.of(counts) for counts in self._waited.tolist())
             return Usage(
                 device=self.device.name,
                 strategy=self.strategy,
@@ -255,7 +469,21 @@ class DeviceExperts:
                 link_bps=self._link_bps,
                 kernels=() if slotted is None else slotted.kernels,
                 host_threads=0 if self._host is None else self._host.threads,
+                fetched_per_token=fetched,
+                computed_per_token=computed,
+                split="" if self.strategy != "hybrid" else str(self.calibration or f"max_fetch={self._asked_fetch}"),
+                waits=self.device.waits.kind if waited.count else "",
+                waited=waited,
+                hand_off=hand_off,
+                host_work=work,
             )
+
+    def reset_statistics(self) -> None:
+        """Count from 0."""
+        with self._lock:
+            self._waited.zero_()
+            if self._slotted is not None:
+                self._slotted.pool.reset_statistics()
 
     def close(self) -> None:
         """End what is on its way, give back pinned memory and the device's. May be called again, and by anyone."""

@@ -1,18 +1,21 @@
 """Layers that the host computes for a model on a device, through the step protocol (docs/steps.md).
 
-Each call of a layer is a step: its graph copies hidden states, ids and weights to the host and rings, the coordinator's
-team computes the layer in place, the graph waits and copies the result back. Graphs are of fixed sizes, made when they
-are first wanted; what a call leaves free has the id -1, of no expert.
+Called by itself a layer is a step: its graph copies hidden states, ids and weights to the host and rings, the
+coordinator's team computes the layer in place, the graph waits and copies the result back. Graphs are of fixed sizes,
+made when they are first wanted; what a call leaves free has the id -1, of no expert. In a graph of many layers
+(capture.py) each has a `HandOff`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
-from freetoken.device.base import Device, Stream
+from freetoken.device.base import Device, Flag, Stream, Trip
 from freetoken.duties import Duty, Steps, Worker
 from freetoken.duties._layer import LayerWork
 from freetoken.duties.steps import StepGraph
@@ -38,6 +41,35 @@ class _Buffers:
         return self.x, self.ids, self.weights
 
 
+@dataclass(frozen=True)
+class HandOff:
+    """The host's side of a captured layer. times: (3,) int64 on the device; took: (1,) int64 here; see `Trip`."""
+
+    bell: Flag
+    answer: Flag
+    there: _Buffers
+    took: torch.Tensor
+    times: torch.Tensor
+    duty: Duty
+
+    def trip(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        waited: torch.Tensor,
+        counting: torch.Tensor,
+    ) -> Trip:
+        """With the device's side: x (B, H) as the host computes, ids (B, K) int32, weights (B, K) float32."""
+        sent = tuple(zip(self.there.inputs, (x, ids, weights), strict=True))
+        return Trip(self.bell, self.answer, ids, sent, self.there.out, self.took, self.times, waited, counting)
+
+    def seconds(self) -> tuple[float, float, float]:
+        """Of the last trip: the device's own part, the host's work, all of it. Waits for the device."""
+        asked, ready, seen = self.times.tolist()
+        return (ready - asked) / 1e9, int(self.took) / 1e9, (seen - asked) / 1e9
+
+
 class HostExperts:
     """Computes bound layers for tensors that lie on a device.
 
@@ -50,10 +82,11 @@ class HostExperts:
         cores = len(executor.workers)
         sharded = executor.placement is not None and executor.placement.policy == "shard"
         self._threads = cores if sharded or cores <= 2 else cores - 1  # one is left to the thread that launches
-        self._worker = Worker("experts", self._threads)
-        self._steps = Steps(device, [self._worker])
+        self.worker = Worker("experts", self._threads)
+        self.steps = Steps(device, [self.worker])
         self._scratch = Scratch()
-        self._pairs: dict[tuple[int, int, int, torch.dtype], tuple[_Buffers, _Buffers]] = {}
+        self._here: dict[tuple[int, int, int, torch.dtype], _Buffers] = {}
+        self._there: dict[tuple[int, int, int, torch.dtype], _Buffers] = {}
         self._graphs: dict[tuple[int, int, int, torch.dtype], StepGraph] = {}
 
     @property
@@ -101,24 +134,24 @@ class HostExperts:
 
         current.kernel(fill)
         launches.after(current.mark())
-        launched.append(self._steps.launch(graph))
+        launched.append(self.steps.launch(graph))
         current.after(launches.mark())
         return here.out[:n].to(x.dtype, copy=True)
 
     def _buffers(self, size: int, hidden: int, k: int, dtype: torch.dtype) -> tuple[_Buffers, _Buffers]:
         """On the device, and on the host."""
         key = size, hidden, k, dtype
-        if key not in self._pairs:
-            kinds = (
-                ((size, hidden), dtype),
-                ((size, k), torch.int32),
-                ((size, k), torch.float32),
-                ((size, hidden), dtype),
-            )
+        if key not in self._here:
             on = self._device.torch_device
-            here = _Buffers(*(torch.zeros(*shape, dtype=kind, device=on) for shape, kind in kinds))
-            self._pairs[key] = here, _Buffers(*(self._device.host_tensor(shape, kind) for shape, kind in kinds))
-        return self._pairs[key]
+            made = (torch.zeros(*shape, dtype=kind, device=on) for shape, kind in _kinds(*key))
+            self._here[key] = _Buffers(*made)
+        return self._here[key], self._host_buffers(*key)
+
+    def _host_buffers(self, size: int, hidden: int, k: int, dtype: torch.dtype) -> _Buffers:
+        key = size, hidden, k, dtype
+        if key not in self._there:
+            self._there[key] = _Buffers(*(self._device.host_tensor(*kind) for kind in _kinds(*key)))
+        return self._there[key]
 
     def _graph(self, number: int, layer: BoundLayer, size: int, k: int, dtype: torch.dtype) -> StepGraph:
         key = number, size, k, dtype
@@ -132,21 +165,42 @@ class HostExperts:
                 stream.ring(bell)
                 stream.wait(answer)
                 stream.copy(here.out, there.out)
-                stream.ring(self._steps.finished_flag)
+                stream.ring(self.steps.finished_flag)
 
-            arrays = as_numpy(there.x), there.ids.numpy(), there.weights.numpy(), as_numpy(there.out)
-            work = LayerWork(layer.kernel, *arrays, self._scratch, self._threads)
-            self._steps.drain()  # nothing waits while there is a capture
+            work = LayerWork(layer.kernel, *_arrays(there), self._scratch, self._threads)
+            self.steps.drain()  # nothing waits while there is a capture
             graph = self._device.capture(build)
             duty = Duty("experts", number, work, answer, bell)
-            self._graphs[key] = self._steps.bind(graph, {self._worker: [duty]})
+            self._graphs[key] = self.steps.bind(graph, {self.worker: [duty]})
         return self._graphs[key]
+
+    def hand_off(self, number: int, layer: BoundLayer, tokens: int, k: int, dtype: torch.dtype) -> HandOff:
+        """For so many tokens of a layer in a graph; dtype: float32 or bfloat16. Makes memory: not during a capture.
+
+        Layers of the same sizes share buffers: they are computed one after the other.
+        """
+        there = self._host_buffers(tokens, layer.bank.layout.hidden, k, dtype)
+        bell, answer = self._device.flags(2)
+        took = self._device.host_tensor((1,), torch.int64)
+        times = torch.zeros(3, dtype=torch.int64, device=self._device.torch_device)
+        work = LayerWork(layer.kernel, *_arrays(there), self._scratch, self._threads, took.numpy())
+        return HandOff(bell, answer, there, took, times, Duty("experts", number, work, answer, bell))
 
     def finish(self, launched: Sequence[int]) -> None:
         """Return when steps are done; raises the `StepError` of one that failed or was cancelled with another."""
         for number in launched:
-            self._steps.wait(number)
+            self.steps.wait(number)
 
     def close(self) -> None:
         """End what is on its way."""
-        self._steps.close()
+        self.steps.close()
+
+
+def _arrays(there: _Buffers) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """As `LayerWork` takes them."""
+    return as_numpy(there.x), there.ids.numpy(), there.weights.numpy(), as_numpy(there.out)
+
+
+def _kinds(size: int, hidden: int, k: int, dtype: torch.dtype) -> tuple[tuple[tuple[int, int], torch.dtype], ...]:
+    """Shapes and dtypes of `_Buffers`."""
+    return ((size, hidden), dtype), ((size, k), torch.int32), ((size, k), torch.float32), ((size, hidden), dtype)

@@ -200,10 +200,17 @@ class SlotPool:
     """The slots of all layers in a device's memory, and their tables.
 
     slots: of each layer, as `choose_slots` gives them. There is one run of memory for each size of slots, in which a
-    layer has a range. Raises `CapacityError` when the device refuses the memory.
+    layer has a range. counting: see `Tables`; None for one of its own, which is on. Raises `CapacityError` when the
+    device refuses the memory.
     """
 
-    def __init__(self, layers: Sequence[LayerExperts], slots: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerExperts],
+        slots: Sequence[int],
+        device: torch.device,
+        counting: torch.Tensor | None = None,
+    ) -> None:
         self.layers = tuple(layers)
         self.slots = tuple(slots)
         totals: Counter[int] = Counter()
@@ -230,14 +237,17 @@ class SlotPool:
         self._used = torch.zeros(n_layers, most, dtype=torch.int64, device=device)
         self._order = torch.arange(most, dtype=torch.int32, device=device).repeat(n_layers, 1)
         self._step = torch.zeros(n_layers, 1, dtype=torch.int64, device=device)
-        self._split = torch.arange(MOST_ROUTES + 1, dtype=torch.int32, device=device).repeat(n_layers, 1)
+        self._all = torch.arange(MOST_ROUTES + 1, dtype=torch.int32, device=device)
+        self._split = self._all.repeat(n_layers, 1)
         self._counts = torch.zeros(n_layers, COUNTS, dtype=torch.int64, device=device)
-        self._counting = torch.ones(1, dtype=torch.int32, device=device)
+        self._counting = torch.ones(1, dtype=torch.int32, device=device) if counting is None else counting
 
     @classmethod
-    def resident(cls, layers: Sequence[LayerExperts], device: torch.device) -> SlotPool:
+    def resident(
+        cls, layers: Sequence[LayerExperts], device: torch.device, counting: torch.Tensor | None = None
+    ) -> SlotPool:
         """Every expert has its slot, slot = expert; `fill` must bring all records before the first step."""
-        pool = cls(layers, [layer.n_experts for layer in layers], device)
+        pool = cls(layers, [layer.n_experts for layer in layers], device, counting)
         for index, layer in enumerate(pool.layers):
             tables = pool.tables(index)
             tables.slot_of.copy_(torch.arange(layer.n_experts, dtype=torch.int32))
@@ -258,8 +268,8 @@ class SlotPool:
         """A layer's slots (S, slot_bytes) uint8."""
         return self._memory[layer]
 
-    def tables(self, layer: int) -> Tables:
-        """A layer's tables: views, which the device changes."""
+    def tables(self, layer: int, *, split: bool = False) -> Tables:
+        """A layer's tables: views, which the device changes. split: `split_misses` counts, else all is fetched."""
         n_experts, n_slots = self.layers[layer].n_experts, self.slots[layer]
         return Tables(
             slot_of=self._slot_of[layer, :n_experts],
@@ -267,7 +277,7 @@ class SlotPool:
             used=self._used[layer, :n_slots],
             order=self._order[layer, :n_slots],
             step=self._step[layer],
-            split=self._split[layer],
+            split=self._split[layer] if split else self._all,
             counts=self._counts[layer],
             counting=self._counting,
             pool=self._memory[layer].data_ptr(),
@@ -301,6 +311,15 @@ class SlotPool:
         """
         return self._slot_of.cpu()
 
+    def split_misses(self, fetches: Sequence[int], layer: int | None = None) -> None:
+        """Of m missing experts of a look-up, fetch fetches[m] from now on; of one layer or of all.
+
+        fetches: `MOST_ROUTES` + 1 numbers. Graphs need not be captured again.
+        """
+        if len(fetches) != MOST_ROUTES + 1:
+            raise ValueError(f"{len(fetches)} numbers of fetches, expected {MOST_ROUTES + 1}")
+        (self._split if layer is None else self._split[layer]).copy_(torch.tensor(fetches, dtype=torch.int32))
+
     def count(self, on: bool) -> None:
         """Whether look-ups from now on are counted; graphs need not be captured again."""
         self._counting.fill_(int(on))
@@ -317,9 +336,22 @@ class SlotPool:
 
     def fetched_bytes_per_token(self) -> float:
         """Bytes that a token fetches into slots, over all layers that were looked up in; waits for the device."""
+        return sum((fetched * layer.slot_bytes for layer, _, fetched in self._missed_per_token()), 0.0)
+
+    def missed_per_token(self) -> tuple[float, float]:
+        """Missing experts of a token that were fetched, and that were left to the host; waits for the device."""
+        found = self._missed_per_token()
+        fetched = sum((fetched for _, _, fetched in found), 0.0)
+        return fetched, sum((missed for _, missed, _ in found), 0.0) - fetched
+
+    def _missed_per_token(self) -> list[tuple[LayerExperts, float, float]]:
+        """Of each layer that was looked up in, missing experts and those that were fetched."""
         counted = zip(self._counts.cpu().tolist(), self.layers, strict=True)
-        tokens = ((fetched * layer.slot_bytes, routed / layer.top_k) for (_, routed, *_, fetched), layer in counted)
-        return sum((nbytes / n for nbytes, n in tokens if n), 0.0)
+        return [
+            (layer, misses * layer.top_k / routed, fetched * layer.top_k / routed)
+            for (_, routed, _, misses, fetched), layer in counted
+            if routed
+        ]
 
     def reset_statistics(self) -> None:
         """Count from 0."""

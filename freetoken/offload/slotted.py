@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freetoken.device.base import Device
+from freetoken.device.base import Device, Stream, Trip
 from freetoken.errors import UnsupportedError
 from freetoken.executor import BoundLayer
 from freetoken.formats.record import Expert
@@ -17,6 +18,7 @@ from freetoken.gpu.layer import LayerKernels
 from freetoken.gpu.lookup import MOST_EXPERTS, Found, Lookup
 from freetoken.gpu.tables import MOST_ROUTES
 from freetoken.gpu.units import COLUMNS
+from freetoken.offload.capture import wait_for
 from freetoken.offload.records import as_tensor
 from freetoken.offload.room import Room
 from freetoken.offload.slots import LayerExperts, SlotPool
@@ -26,8 +28,8 @@ from freetoken.offload.streaming import Streamer
 class SlottedExperts:
     """Computes layers on a device. Calls are for one thread at a time, all on the same lane or on ones that wait.
 
-    layers: bound to their banks. Their records are read by the device, when `run` is called or before that. Raises
-    `CapacityError` when the device refuses the memory, `UnsupportedError` where no kernel can be used.
+    layers: bound to their banks, which the device reads when `run` is called or before that. counting: see `Tables`.
+    Raises `CapacityError` when the device refuses the memory, `UnsupportedError` where no kernel can be used.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class SlottedExperts:
         shapes: Sequence[LayerExperts],
         room: Room,
         dtype: torch.dtype,
+        counting: torch.Tensor,
     ) -> None:
         for shape in shapes:
             if shape.n_experts > MOST_EXPERTS or shape.top_k > MOST_ROUTES:
@@ -51,9 +54,12 @@ class SlottedExperts:
         self._banks = [layer.bank for layer in layers]
         self._kernels = _choose_kernels(device, layers, dtype)
         on = device.torch_device
-        self.pool = SlotPool.resident(shapes, on) if self.resident else SlotPool(shapes, room.slots, on)
+        if self.resident:
+            self.pool = SlotPool.resident(shapes, on, counting)
+        else:
+            self.pool = SlotPool(shapes, room.slots, on, counting)
         self.streamer = None if self.resident else Streamer(device, self._banks, room.buffer_bytes)
-        self._lookups: dict[tuple[int, int], Lookup] = {}
+        self._lookups: dict[tuple[int, int, bool, bool], Lookup] = {}
         self._found: dict[int, Found] = {}
         self._gathers: dict[int, Gather] = {}
         self._tables: dict[int, torch.Tensor] = {}
@@ -84,13 +90,68 @@ class SlottedExperts:
             self.streamer.begin(rest, self._addresses())
         return kernels.many(x, ids, weights, self.streamer.groups(number))
 
-    def _few(self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        routes = ids.numel()
-        if (number, routes) not in self._lookups:
-            self._lookups[number, routes] = Lookup(self.pool.tables(number), routes)
+    def put(
+        self,
+        stream: Stream,
+        number: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        leave: Callable[[slice, torch.Tensor], Trip] | None,
+    ) -> None:
+        """Put a layer into a graph: out (B, H) gets the sum of its experts.
+
+        leave: gives the trip on which some experts of a part of the tokens are left to the host, whose ids the look-up
+        writes to the tensor that it gets; None where nothing is left to it.
+        """
+        few = self._tokens_of_a_lookup(number, ids.shape[1])
+        for start in range(0, len(ids), few):
+            part = slice(start, start + few)
+            self._put(stream, number, x[part], ids[part], weights[part], out[part], leave and partial(leave, part))
+
+    def _put(
+        self,
+        stream: Stream,
+        number: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        leave: Callable[[torch.Tensor], Trip] | None,
+    ) -> None:
+        kernels, k = self._kernels[number], ids.shape[1]
+        lookup, found = self._lookup(number, ids.numel(), apart=not self.resident, split=leave is not None)
+        y = kernels.outputs(x, ids.numel())
+        stream.kernel(lambda: lookup(ids, found))
+        trip = None if leave is None else leave(found.host.view(ids.shape))
+        if trip is not None:
+            stream.ask(trip)
+        if self.resident:
+            stream.kernel(lambda: kernels.routes(x, k, found.units, y))
+        else:
+            gather = self._gather(number)
+            side = stream.fork()
+            side.kernel(lambda: gather(found.fetches))
+            stream.kernel(lambda: kernels.routes(x, k, found.units, y))
+            stream.join(side)
+            stream.kernel(lambda: kernels.routes(x, k, found.late, y))
+        here = ids if trip is None else found.here.view(ids.shape)
+        stream.kernel(lambda: kernels.combine(y, here, weights, out))
+        if trip is not None:
+            wait_for(stream, trip, out)
+
+    def _lookup(self, number: int, routes: int, *, apart: bool = False, split: bool = False) -> tuple[Lookup, Found]:
+        """A layer's, and where it writes. split: some of what is missing may be left to the host."""
+        key = number, routes, apart, split
+        if key not in self._lookups:
+            self._lookups[key] = Lookup(self.pool.tables(number, split=split), routes, apart=apart)
         if routes not in self._found:
             self._found[routes] = Found(routes, self._device.torch_device)
-        found, lookup = self._found[routes], self._lookups[number, routes]
+        return self._lookups[key], self._found[routes]
+
+    def _few(self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        lookup, found = self._lookup(number, ids.numel())
         if self.streamer is None:
             lookup(ids, found)
             return self._kernels[number].few(x, ids, weights, found.units)
@@ -105,15 +166,20 @@ class SlottedExperts:
         return self._kernels[number].few(x, ids, weights, found.units)
 
     def _tokens_at_once(self, number: int, tokens: int, k: int) -> int:
-        """Tokens of one look-up, all of whose experts surely find slots; 0 where matrix products are better.
+        """Tokens of one look-up; 0 where matrix products are better.
 
         They are for more tokens than a unit has columns; where experts are fetched, for so many that several look-ups
         would fetch more than half of the layer, which is streamed once instead.
         """
-        slots, experts = self.pool.slots[number], self._shapes[number].n_experts
-        few = min(COLUMNS, MOST_ROUTES // k, COLUMNS if slots == experts else slots // k)
+        experts = self._shapes[number].n_experts
+        few = self._tokens_of_a_lookup(number, k)
         most = few if self.resident else max(few, experts // (2 * k) // max(1, few) * few)
         return few if tokens <= most else 0
+
+    def _tokens_of_a_lookup(self, number: int, k: int) -> int:
+        """All of whose experts surely find slots."""
+        slots, experts = self.pool.slots[number], self._shapes[number].n_experts
+        return min(COLUMNS, MOST_ROUTES // k, COLUMNS if slots == experts else slots // k)
 
     def _gather(self, number: int) -> Gather:
         if number not in self._gathers:
@@ -122,6 +188,11 @@ class SlottedExperts:
             sizes = self._shapes[number].record_bytes
             self._gathers[number] = Gather(addresses, sizes, self._device.torch_device)
         return self._gathers[number]
+
+    def forget(self) -> None:
+        """No expert is in a slot any more, but where all are for good."""
+        for number in range(0 if self.resident else len(self._shapes)):
+            self.pool.forget(number)
 
     def _addresses(self) -> NDArray[np.int64]:
         """Where each expert lies, (L, E), 0: in no slot; waits for the device."""

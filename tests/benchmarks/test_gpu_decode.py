@@ -400,10 +400,13 @@ FAST = Rates(host=100.0, link=50.0, device=4000.0)
         ("offload", 500.0, Rates(100.0), None),
         ("resident", None, Rates(100.0), None),
         ("cpu", None, Rates(100.0), 10.0),
+        ("hybrid", 100.0, FAST, 6.0),
+        ("hybrid", None, Rates(10.0, 100.0, 100.0), 10.0),
+        ("hybrid", 100.0, Rates(100.0), None),
     ],
 )
 def test_least_time_of_bytes(strategy: str, fetched: float | None, given: Rates, wanted: float | None) -> None:
-    assert byte_seconds(strategy, 1000.0, fetched, given) == wanted
+    assert byte_seconds(strategy, 1000.0, fetched, 600.0, given) == wanted
 
 
 def test_limits() -> None:

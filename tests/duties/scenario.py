@@ -24,8 +24,9 @@ class BrokenError(RuntimeError):
 class Scenario:
     """Layers with experts on one worker and, in some, rows on another, captured with and without statistics.
 
-    Odd seeds have a tail. A kernel puts a number into a layer's input, unlike any before; the duty turns it into the layer's output; a kernel
-    after the wait compares. Rows are read with a bell or, filled from the host's own number of the step, without.
+    Odd seeds have a tail. A kernel puts a number into a layer's input, unlike any before; the duty turns it into the
+    layer's output; a kernel after the wait compares. Rows are read with a bell or, filled from the host's own
+    number of the step, without.
     """
 
     def __init__(self, seed: int, *, deadline: float = 0.0, **device: Any) -> None:

@@ -507,7 +507,7 @@ def test_a_failure_on_the_host_is_raised_before_the_step_is_over(
     experts, ids = experts_of(other), torch.arange(3)[None]
     check_same(logits(other, ids), logits(model, ids))
     assert experts._host is not None
-    steps = experts._host._steps
+    steps = experts._host.steps
     launch = steps.launch
 
     def cancelled(graph: Any) -> int:

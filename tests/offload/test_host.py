@@ -73,15 +73,15 @@ def test_ids_of_nobody(device: Device) -> None:
 
 def cancel_next(host: HostExperts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step is cancelled on its way, as all are when one fails."""
-    launch = host._steps.launch
+    launch = host.steps.launch
 
     def launch_and_cancel(graph: StepGraph) -> int:
         monkeypatch.undo()
         number = launch(graph)
-        host._steps.cancel()
+        host.steps.cancel()
         return number
 
-    monkeypatch.setattr(host._steps, "launch", launch_and_cancel)
+    monkeypatch.setattr(host.steps, "launch", launch_and_cancel)
 
 
 def test_a_failure_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:

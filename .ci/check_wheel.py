@@ -13,6 +13,8 @@ REQUIRED = [
     r"freetoken/kernels/_experts\.[\w.-]+\.so",
     r"freetoken/kernels/_experts\.pxd",
     r"freetoken/kernels/_experts\.pyi",
+    r"freetoken/device/handoff\.cu",
+    r"freetoken/device/handoff\.cuh",
     r"freetoken/gpu/gemv\.cu",
     r"freetoken/gpu/tile_mxfp4\.cuh",
     r"freetoken/demo/config\.json",

@@ -13,6 +13,7 @@ the device's own copy of 1 GiB, read and written bytes. Graphs and copy take tur
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -36,7 +37,32 @@ MODELS = {
 CASES = {"1": (1, False), "2": (2, False), "4": (4, False), "4 shared": (4, True)}
 """Tokens, and whether they have the same experts."""
 COPIED = 1 << 30
-SWEEP = [DEFAULT]
+_OWN = replace(DEFAULT, own=4)
+SWEEP = [
+    DEFAULT,
+    _OWN,
+    *(
+        replace(_OWN, **changed)
+        for changed in (
+            {"bound": 5},
+            {"bound": 6},
+            {"down_depth": 4},
+            {"down_depth": 4, "bound": 6},
+            {"depth": 3, "units": 4, "bound": 5},
+            {"unroll": 3},
+            {"unroll": 6},
+            {"tiles": 1},
+            {"resident": 4},
+            {"resident": 6},
+            {"resident": 6, "tiles": 1},
+            {"warps": 5},
+            {"warps": 6, "units": 5},
+            {"warps": 8, "resident": 2, "units": 4},
+            {"warps": 8, "units": 3, "depth": 3},
+        )
+    ),
+]
+"""Shapes that may be best for 90 units of a row, four experts a token."""
 BOUND = 1e-2
 """Error at which a shape is wrong, relative to Triton's output."""
 

@@ -37,9 +37,10 @@ MODELS = {
 CASES = {"1": (1, False), "2": (2, False), "4": (4, False), "4 shared": (4, True)}
 """Tokens, and whether they have the same experts."""
 COPIED = 1 << 30
-_OWN = replace(DEFAULT, own=4)
+_OWN = replace(DEFAULT, own=4, single=True)
 SWEEP = [
     DEFAULT,
+    replace(DEFAULT, own=4),
     _OWN,
     *(
         replace(_OWN, **changed)

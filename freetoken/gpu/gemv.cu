@@ -221,7 +221,7 @@ template <int TILES, int K, int BYTES, int DEPTH> struct ft_stages {
 
     /* Multiply this warp's units of the next TILES tiles with so many vectors. DEPTH - 1 stages are on their way always. */
     template <bool ALL> __device__ void multiply(const unsigned char *vectors, int n_vectors, float (*sum)[4]) {
-        const int g = lane / 4, t = lane % 4, stride = 64 * n_vectors;
+        const int g = lane / 4, t = lane % 4, stride = FT_SINGLE ? 64 : 64 * n_vectors;
         const int codes = ft_codes_at(g, t), scales = ft_scales_at(g, t);
         const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + first * FT_PIECES * stride;
         for (int at = first; at < end; at += FT_UNITS) {

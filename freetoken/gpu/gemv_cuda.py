@@ -46,7 +46,8 @@ class Shape:
     warps: of a block. depth: stages of a warp's ring. tiles: of down at once. resident: blocks of a multiprocessor.
     own: tokens up to which blocks prepare vectors for themselves. down_depth: depth of down, if another. units: of a
     stage, if not as many as the format says. bound: blocks that registers must do for, if others than `resident`, so
-    that down's first find room beside gate_up's last. unroll: units at once.
+    that down's first find room beside gate_up's last. unroll: units at once. single: multiply one vector at once, for
+    which less is computed; without effect in float32.
 
     The defaults were the best of 15 for mxfp4 on an H200 (2880/2880; 8, 16 and 4 units): more blocks or deeper rings
     only keep bytes waiting, and the compiler needs the registers. 40, 74 and 25 us; with resident=4 41, 73 and 28; with
@@ -62,6 +63,7 @@ class Shape:
     units: int | None = None
     bound: int | None = None
     unroll: int = 2
+    single: bool = False
 
 
 DEFAULT = Shape()
@@ -211,7 +213,8 @@ class CudaGemv:
     def _room(self, kernels: _Kernels, k: int, tokens: int, rings: int, depth: int) -> tuple[int, int]:
         """How many vectors of k values are multiplied at once, and bytes of shared memory for them and the rings."""
         vectors = self._vector_bytes(k) * self._digits
-        routes = max(1, min(tokens, COLUMNS // self._digits, _VECTOR_ROOM // vectors))
+        most = 1 if kernels.shape.single and self._digits == 1 else COLUMNS // self._digits
+        routes = max(1, min(tokens, most, _VECTOR_ROOM // vectors))
         return routes * self._digits, routes * vectors + rings * (depth * kernels.stage + _SUMS)
 
 
@@ -233,6 +236,7 @@ def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, sh
         "WANTED_UNITS": shape.units or 0,
         "BOUND": shape.bound or shape.resident,
         "UNROLL": shape.unroll,
+        "SINGLE": int(shape.single and dtype != torch.float32),
         **{name.upper(): offset for name, (offset, _) in layout.sections.items()},
     }
     head = "".join(f"enum {{ FT_{name} = {value} }};\n" for name, value in constants.items())

@@ -121,7 +121,7 @@ def test_units_are_as_the_reference(
     check(y, {r: expect(layout, records[e], x[r // 2], how) for r, e in owner.items()}, BOUND[dtype])
 
 
-@pytest.mark.parametrize("shape", [DEFAULT, replace(DEFAULT, own=2)], ids=["prepared", "own"])
+@pytest.mark.parametrize("shape", [DEFAULT, replace(DEFAULT, own=2, single=True)], ids=["prepared", "own"])
 @pytest.mark.parametrize(("name", "hidden", "intermediate"), [("mxfp4", 2880, 640), ("nvfp4", 640, 2880)])
 def test_widths_of_models(machine: Any, name: str, hidden: int, intermediate: int, shape: Shape) -> None:
     layout = RecordLayout(formats.get(name), hidden, intermediate, True)
@@ -134,7 +134,9 @@ def test_widths_of_models(machine: Any, name: str, hidden: int, intermediate: in
     check(y, {r: expect(layout, records[0], x[r], GPT_OSS) for r in range(2)}, 4e-3)
 
 
-@pytest.mark.parametrize("shape", [Shape(4, 3, 1, 1), Shape(8, 2, 2, 1), Shape(4, 4, 4, 64)])
+@pytest.mark.parametrize(
+    "shape", [Shape(4, 3, 1, 1), Shape(8, 2, 2, 1), Shape(4, 4, 4, 64), replace(OWN, single=True, unroll=1)]
+)
 @pytest.mark.parametrize("name", ["mxfp4", "fp8_block"])
 def test_bits_do_not_depend_on_companions_or_on_tiles_of_a_block(machine: Any, name: str, shape: Shape) -> None:
     layout = RecordLayout(formats.get(name), 256, 176 if name == "fp8_block" else 160, True)
@@ -142,7 +144,7 @@ def test_bits_do_not_depend_on_companions_or_on_tiles_of_a_block(machine: Any, n
     case = Case(machine, layout, records)
     x = torch.randn(8, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
     gemv = CudaGemv(case.device, layout, GPT_OSS, shape=shape)
-    tall = CudaGemv(case.device, layout, GPT_OSS, shape=replace(shape, resident=1000))
+    tall = CudaGemv(case.device, layout, GPT_OSS, shape=replace(shape, resident=1000, single=False))
 
     alone = [case.run(gemv, x[r : r + 1], case.units([0]), 1) for r in range(8)]
     together = case.run(tall, x, case.units([7, 0, 1, 2, 3, 4, 5, 6]), 1)
@@ -289,7 +291,7 @@ def test_more_routes_than_fit_at_once_and_rows_that_are_not_aligned(machine: Any
         check(y.cpu().double().numpy(), {r: expect(layout, records[0], x[r], SILU) for r in range(8)}, BOUND[dtype])
 
 
-@pytest.mark.parametrize("shape", [SMALL, OWN], ids=["prepared", "own"])
+@pytest.mark.parametrize("shape", [SMALL, replace(OWN, single=True)], ids=["prepared", "own"])
 def test_what_is_not_a_number_stays_in_its_route(machine: Any, shape: Shape) -> None:
     layout = RecordLayout(formats.get("mxfp4"), 64, 32, True)
     records = make_bank(layout, 1)

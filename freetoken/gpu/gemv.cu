@@ -321,24 +321,30 @@ FT_DEVICE void ft_fetch(const unsigned char *prepared, int n_rows, const int *ro
 
 /* A block's share of the work: a part of a unit; a unit of -1 is none. */
 struct ft_share {
-    int unit, part, parts;
+    int unit;
+    unsigned int part, parts;
 };
 
 /* Share out `blocks` blocks, with which the device is busy, among the units that are there, each into at most so many parts.
    Blocks beyond have none: so all that work can begin at once. */
 FT_DEVICE ft_share ft_find_share(const long long *address, int n_units, int blocks, int most) {
     const int lane = threadIdx.x % 32;
-    int count = 0;
+    unsigned int count = 0;
+#pragma unroll 1
     for (int i = 0; i < n_units; i += 32)
         count += __popc(__ballot_sync(~0u, i + lane < n_units && address[i + lane] != 0));
-    const int each = blocks / (count ? count : 1), parts = each < 1 ? 1 : each < most ? each : most;
-    int left = blockIdx.x / parts; /* units that are there, before this block's */
+    const unsigned int each = (unsigned int)blocks / (count ? count : 1);
+    const unsigned int parts = each < 1 ? 1 : each < (unsigned int)most ? each : most;
+    const unsigned int before = blockIdx.x / parts; /* units that are there, before this block's */
+    int left = before;
+#pragma unroll 1
     for (int i = 0; i < n_units; i += 32) {
         unsigned int there = __ballot_sync(~0u, i + lane < n_units && address[i + lane] != 0);
         const int n = __popc(there);
         if (left < n) {
+#pragma unroll 1
             for (; left > 0; left--) there &= there - 1;
-            return ft_share{i + __ffs(there) - 1, (int)blockIdx.x % parts, parts};
+            return ft_share{i + __ffs(there) - 1, blockIdx.x - before * parts, parts};
         }
         left -= n;
     }

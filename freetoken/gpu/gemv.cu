@@ -1,13 +1,14 @@
 /* A GEMV over slots: for each unit, one expert's record and up to 8 routes that use it, gate, up and activation, or down.
 
-   prepare_x, prepare_h: rows of activations become vectors in the order of the tiles, as fp16 under a power of two for each
-   (bf16 for bf16 weights), so that any magnitude keeps its bits. fp32 models have each number as three digits in three
-   vectors, which hold all of it.
+   Rows of activations become vectors in the order of the tiles, as fp16 under a power of two for each (bf16 for bf16
+   weights), so that any magnitude keeps its bits. fp32 models have each number as three digits in three vectors, which
+   hold all of it. prepare_x, prepare_h do that once for all blocks; for few rows every block does it for itself, while its
+   first weights come, which saves two kernels.
 
    gate_up, down: a block of FT_WARPS warps takes a few tiles of one unit (gate_up: one of gate and one of up) and reads
-   each byte of them once, whatever the number of routes: tensor cores multiply 16 rows by 8 vectors. Warps take turns at
-   the stages of the tiles; each has a ring of FT_DEPTH stages in shared memory and copies ahead of what it multiplies, so
-   many bytes are on their way with few threads. The sums of the warps meet in the end, in a fixed order.
+   each byte of them once, whatever the number of routes: tensor cores multiply 16 rows by 8 vectors. Each warp has a run
+   of the tiles' units and a ring of stages in shared memory, and copies ahead of what it multiplies, so many bytes are on
+   their way with few threads. The sums of the warps meet in the end, in a fixed order.
 
    Where devices have it (sm_90), each kernel starts before the one before it has ended and begins with what does not
    depend on that: down reads its first weights while gate_up runs.
@@ -19,7 +20,8 @@ enum {
     FT_COLUMNS = 8,
     FT_THREADS = 32 * FT_WARPS,
     FT_UNIT_K = 32 * FT_PIECES,
-    FT_STAGE = FT_STAGE_UNITS * FT_UNIT,
+    FT_UNITS = FT_WANTED_UNITS ? FT_WANTED_UNITS : FT_STAGE_UNITS, /* of a stage */
+    FT_STAGE = FT_UNITS * FT_UNIT,
     FT_DIGITS = FT_EXACT ? 3 : 1
 };
 
@@ -62,10 +64,10 @@ template <typename X, int K> FT_DEVICE void ft_values(const ft_eight<X> &from, i
     for (int i = 0; i < 8; i++) values[i] = k + i < K ? ft_value(from.items[i]) : 0.0f;
 }
 
-/* Put 8 values from k on into a vector, in the order in which lanes read it: 16 bytes for each t of a
-   piece. */
-FT_DEVICE void ft_place(unsigned char *vector, int k, const float *v) {
-    unsigned char *to = vector + k / 32 * 64;
+/* Put 8 values from k on into a vector, in the order in which lanes read it: 16 bytes for each t of a piece; `stride` from
+   piece to piece. */
+FT_DEVICE void ft_place(unsigned char *vector, int stride, int k, const float *v) {
+    unsigned char *to = vector + k / 32 * stride;
     if (FT_BITS == 4) { /* line t has 8 weights, codes i and i + 4 are a pair */
         *(uint4 *)(to + k % 32 * 2) =
             make_uint4(ft_narrow(v[0], v[4]), ft_narrow(v[1], v[5]), ft_narrow(v[2], v[6]), ft_narrow(v[3], v[7]));
@@ -79,11 +81,12 @@ FT_DEVICE void ft_place(unsigned char *vector, int k, const float *v) {
     }
 }
 
-/* Digits of 8 values in vectors of so many bytes, each digit 2^-11 (bf16: 2^-8) of the last; what is left goes into the next. */
-FT_DEVICE void ft_place_digits(unsigned char *vector, int bytes, int k, float *v) {
+/* Digits of 8 values in vectors `digit` bytes apart, each digit 2^-11 (bf16: 2^-8) of the last; what is left goes into the
+   next. */
+FT_DEVICE void ft_place_digits(unsigned char *vector, int stride, int digit, int k, float *v) {
 #pragma unroll
     for (int d = 0; d < FT_DIGITS; d++) {
-        ft_place(vector + d * bytes, k, v);
+        ft_place(vector + d * digit, stride, k, v);
         if (d + 1 < FT_DIGITS)
 #pragma unroll
             for (int i = 0; i < 8; i++)
@@ -134,12 +137,13 @@ template <int K> struct ft_padded {
     enum { UNITS = (K + FT_UNIT_K - 1) / FT_UNIT_K, WIDTH = UNITS * FT_UNIT_K, BYTES = 2 * WIDTH };
 };
 
-/* A warp's part of the product: a run of units of TILES tiles of BYTES each, rows of K weights, by stages. */
-template <int TILES, int K, int BYTES> struct ft_stages {
+/* A warp's part of the product: a run of units of TILES tiles of BYTES each, rows of K weights, by stages, of which a ring
+   holds DEPTH. */
+template <int TILES, int K, int BYTES, int DEPTH> struct ft_stages {
     enum {
         UNITS = ft_padded<K>::UNITS,
         SLOT = TILES * FT_STAGE,
-        RING = FT_DEPTH * SLOT,
+        RING = DEPTH * SLOT,
         RAGGED = BYTES % FT_UNIT != 0
     };
 
@@ -160,29 +164,32 @@ template <int TILES, int K, int BYTES> struct ft_stages {
         end = (warp + 1) * UNITS / FT_WARPS;
         ring = to + warp * RING;
         slots = ft_address_of(ring);
-        barriers = ft_address_of(all_barriers + warp * FT_DEPTH);
+        barriers = ft_address_of(all_barriers + warp * DEPTH);
         slot = full = 0;
         turn = 0;
         if (RAGGED || !ALL)
             for (int i = 16 * lane; i < RING; i += 512) *(uint4 *)(to + warp * RING + i) = make_uint4(0, 0, 0, 0);
-        if (lane < FT_DEPTH) ft_open_slot(barriers + 8 * lane);
+        if (lane < DEPTH) ft_open_slot(barriers + 8 * lane);
         ft_opened();
     }
 
-    __device__ void start(const unsigned char *first_tile, int n) {
+    /* Begin with n tiles, from the first on: start to copy all stages but one that the ring holds. */
+    template <bool ALL> __device__ void start(const unsigned char *first_tile, int n) {
         tiles = first_tile;
         next = first;
         n_tiles = first < end ? n : 0;
+#pragma unroll
+        for (int i = 0; i < DEPTH - 1; i++) copy<ALL>();
     }
 
     /* Start to copy the next stage, if there is one. */
     template <bool ALL> __device__ void copy() {
         if (n_tiles > 0) {
-            const int stop = next + FT_STAGE_UNITS < end ? next + FT_STAGE_UNITS : end;
+            const int stop = next + FT_UNITS < end ? next + FT_UNITS : end;
             const int to = RAGGED && stop == UNITS ? BYTES : stop * FT_UNIT;
             ft_fill_slot<TILES>(slots + SLOT * slot, FT_STAGE, tiles + next * FT_UNIT, BYTES, to - next * FT_UNIT,
                                 ALL || n_tiles >= TILES ? TILES : n_tiles, barriers + 8 * slot, lane);
-            slot = slot == FT_DEPTH - 1 ? 0 : slot + 1;
+            slot = slot == DEPTH - 1 ? 0 : slot + 1;
             next = stop;
             if (stop == end) {
                 tiles += TILES * BYTES;
@@ -193,20 +200,36 @@ template <int TILES, int K, int BYTES> struct ft_stages {
         ft_end_slot();
     }
 
-    /* Multiply this warp's units of the next TILES tiles with so many vectors. FT_DEPTH - 1 stages are on their way always. */
+    /* Until the next stage is there; returns it. Its slot is copied to again after the next `copy`. */
+    __device__ const unsigned char *take() {
+        ft_wait_slot<DEPTH - 2>(barriers + 8 * full, turn);
+        const unsigned char *stage = ring + SLOT * full;
+        turn ^= full == DEPTH - 1;
+        full = full == DEPTH - 1 ? 0 : full + 1;
+        return stage;
+    }
+
+    /* Take what was begun first of all, so that nothing is written to a block that has ended. */
+    template <bool ALL> __device__ void finish() {
+        const int begun = slot;
+        n_tiles = 0;
+        while (full < begun) {
+            take();
+            copy<ALL>();
+        }
+    }
+
+    /* Multiply this warp's units of the next TILES tiles with so many vectors. DEPTH - 1 stages are on their way always. */
     template <bool ALL> __device__ void multiply(const unsigned char *vectors, int n_vectors, float (*sum)[4]) {
-        const int g = lane / 4, t = lane % 4, stride = 64 * n_vectors;
+        const int g = lane / 4, t = lane % 4, stride = FT_SINGLE ? 64 : 64 * n_vectors;
         const int codes = ft_codes_at(g, t), scales = ft_scales_at(g, t);
         const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + first * FT_PIECES * stride;
-        for (int at = first; at < end; at += FT_STAGE_UNITS) {
-            ft_wait_slot<FT_DEPTH - 2>(barriers + 8 * full, turn);
-            const unsigned char *unit = ring + SLOT * full;
-            turn ^= full == FT_DEPTH - 1;
-            full = full == FT_DEPTH - 1 ? 0 : full + 1;
+        for (int at = first; at < end; at += FT_UNITS) {
+            const unsigned char *unit = take();
             __syncwarp(); /* all lanes are done with the slot that is copied to next */
             copy<ALL>();
-#pragma unroll 2
-            for (int left = end - at < FT_STAGE_UNITS ? end - at : FT_STAGE_UNITS; left > 0; left--) {
+#pragma unroll (FT_UNROLL)
+            for (int left = end - at < FT_UNITS ? end - at : FT_UNITS; left > 0; left--) {
 #pragma unroll
                 for (int piece = 0; piece < FT_PIECES; piece++) {
                     const uint4 x = *(const uint4 *)vector;
@@ -222,27 +245,23 @@ template <int TILES, int K, int BYTES> struct ft_stages {
     }
 };
 
-/* One row of x for each block: its vectors, and behind the vectors of all rows the exponents of their powers of two. */
-template <typename X, int K> FT_DEVICE void ft_prepare(const X *x, unsigned char *prepared) {
-    enum {
-        WIDTH = ft_padded<K>::WIDTH,
-        BYTES = ft_padded<K>::BYTES,
-        ROUNDS = (WIDTH + 8 * FT_LANES - 1) / (8 * FT_LANES)
-    };
-    __shared__ float tops[FT_LANES / 32];
-    const X *row = x + (long long)blockIdx.x * K;
-    const bool aligned = ((unsigned long long)x & 15) == 0;
-    unsigned char *to = prepared + (long long)blockIdx.x * (FT_DIGITS * BYTES);
+/* A row of x becomes vectors, by THREADS threads that wait for each other; returns the exponent of their power of two.
+   stride: from piece to piece. digit: from digit to digit. tops: a word for each warp. */
+template <typename X, int K, int THREADS>
+FT_DEVICE int ft_prepare(const X *row, unsigned char *to, int stride, int digit, float *tops) {
+    enum { WIDTH = ft_padded<K>::WIDTH, ROUNDS = (WIDTH + 8 * THREADS - 1) / (8 * THREADS) };
+    const bool aligned = ((unsigned long long)row & 15) == 0;
+    int exponent = 0;
     float factor = 1.0f;
     ft_eight<X> read[ROUNDS];
 #pragma unroll
-    for (int r = 0; r < ROUNDS; r++) ft_load<X, K>(row, 8 * (FT_LANES * r + threadIdx.x), aligned, read[r]);
+    for (int r = 0; r < ROUNDS; r++) ft_load<X, K>(row, 8 * (THREADS * r + threadIdx.x), aligned, read[r]);
     if (FT_SCALED) {
         float top = 0.0f;
 #pragma unroll
         for (int r = 0; r < ROUNDS; r++) {
             float v[8];
-            ft_values<X, K>(read[r], 8 * (FT_LANES * r + threadIdx.x), v);
+            ft_values<X, K>(read[r], 8 * (THREADS * r + threadIdx.x), v);
 #pragma unroll
             for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[i]));
         }
@@ -251,22 +270,30 @@ template <typename X, int K> FT_DEVICE void ft_prepare(const X *x, unsigned char
         if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
         __syncthreads();
 #pragma unroll
-        for (int w = 0; w < FT_LANES / 32; w++) top = fmaxf(top, tops[w]);
-        const int exponent = ft_exponent(top) - FT_TOP;
+        for (int w = 0; w < THREADS / 32; w++) top = fmaxf(top, tops[w]);
+        exponent = ft_exponent(top) - FT_TOP;
         factor = ft_power(-exponent);
-        int *exponents = (int *)(prepared + (long long)gridDim.x * (FT_DIGITS * BYTES));
-        if (threadIdx.x == 0) exponents[blockIdx.x] = exponent - FT_WEIGHTS;
     }
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
-        const int k = 8 * (FT_LANES * r + threadIdx.x);
+        const int k = 8 * (THREADS * r + threadIdx.x);
         if (k >= WIDTH) break;
         float v[8];
         ft_values<X, K>(read[r], k, v);
 #pragma unroll
         for (int i = 0; i < 8; i++) v[i] *= factor;
-        ft_place_digits(to, BYTES, k, v);
+        ft_place_digits(to, stride, digit, k, v);
     }
+    return exponent - FT_WEIGHTS;
+}
+
+/* One row of x for each block: its vectors, and behind the vectors of all rows their exponents. */
+template <typename X, int K> FT_DEVICE void ft_prepare_rows(const X *x, unsigned char *prepared) {
+    enum { BYTES = ft_padded<K>::BYTES };
+    __shared__ float tops[FT_LANES / 32];
+    const int exponent = ft_prepare<X, K, FT_LANES>(x + (long long)blockIdx.x * K,
+                                                    prepared + (long long)blockIdx.x * (FT_DIGITS * BYTES), 64, BYTES, tops);
+    if (threadIdx.x == 0) ((int *)(prepared + (long long)gridDim.x * (FT_DIGITS * BYTES)))[blockIdx.x] = exponent;
 }
 
 /* Vectors that were prepared of n rows go to shared memory, and their exponents. */
@@ -292,23 +319,46 @@ FT_DEVICE void ft_fetch(const unsigned char *prepared, int n_rows, const int *ro
     }
 }
 
-/* Units that are there. */
-FT_DEVICE int ft_count(const long long *address) {
-    int n = 0;
-    for (int i = 0; i < (int)gridDim.y; i += 32) {
-        const int lane = i + threadIdx.x % 32;
-        n += __popc(__ballot_sync(~0u, lane < (int)gridDim.y && address[lane] != 0));
+/* A block's share of the work: a part of a unit; a unit of -1 is none. */
+struct ft_share {
+    int unit;
+    unsigned int part, parts;
+};
+
+/* Share out `blocks` blocks, with which the device is busy, among the units that are there, each into at most so many parts.
+   Blocks beyond have none: so all that work can begin at once. */
+FT_DEVICE ft_share ft_find_share(const long long *address, int n_units, int blocks, int most) {
+    const int lane = threadIdx.x % 32;
+    unsigned int count = 0;
+#pragma unroll 1
+    for (int i = 0; i < n_units; i += 32)
+        count += __popc(__ballot_sync(~0u, i + lane < n_units && address[i + lane] != 0));
+    const unsigned int each = (unsigned int)blocks / (count ? count : 1);
+    const unsigned int parts = each < 1 ? 1 : each < (unsigned int)most ? each : most;
+    const unsigned int before = blockIdx.x / parts; /* units that are there, before this block's */
+    int left = before;
+#pragma unroll 1
+    for (int i = 0; i < n_units; i += 32) {
+        unsigned int there = __ballot_sync(~0u, i + lane < n_units && address[i + lane] != 0);
+        const int n = __popc(there);
+        if (left < n) {
+#pragma unroll 1
+            for (; left > 0; left--) there &= there - 1;
+            return ft_share{i + __ffs(there) - 1, blockIdx.x - before * parts, parts};
+        }
+        left -= n;
     }
-    return n;
+    return ft_share{-1, 0, parts};
 }
 
-/* Block (x, y) has a run of groups of TILES tiles of unit y, the longer the more units there are: with `blocks` blocks the
-   device is busy. prepared: of n_rows rows of activations, of which route / k is a route's. columns: vectors that fit into
-   shared memory. */
-template <bool GATE_UP, int TILES, int K, int N, int BYTES>
-FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long long *address, const int *route, float *out,
-                       unsigned int k, long long offset, int columns, int blocks, float alpha, float limit) {
-    typedef ft_stages<TILES, K, BYTES> stages;
+/* A block has a run of groups of TILES tiles of one of n_units units, the longer the more units there are. x: n_rows rows of
+   activations, of which route / k is a route's. prepared: what was prepared of them, or null: then each block does so for
+   itself. columns: vectors that fit into shared memory. */
+template <typename X, bool GATE_UP, int TILES, int K, int N, int BYTES, int DEPTH>
+FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, const long long *address, int n_units,
+                       const int *route, float *out, unsigned int k, long long offset, int columns, int blocks, float alpha,
+                       float limit) {
+    typedef ft_stages<TILES, K, BYTES, DEPTH> stages;
     enum {
         HALVES = GATE_UP ? 2 : 1,
         ROWS = FT_ROWS * TILES / HALVES, /* of a group */
@@ -318,18 +368,17 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
         ALL = COUNT % TILES == 0
     };
     FT_SHARED(shared);
-    __shared__ unsigned long long barriers[FT_WARPS * FT_DEPTH];
+    __shared__ unsigned long long barriers[FT_WARPS * DEPTH];
+    __shared__ float tops[FT_COLUMNS][FT_WARPS];
     __shared__ int rows[FT_COLUMNS], routes[FT_COLUMNS], exponents[FT_COLUMNS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     bool waited = false;
     ft_let_next_start();
-    const long long unit = address[blockIdx.y];
-    const int wanted = lane < FT_COLUMNS ? route[blockIdx.y * FT_COLUMNS + lane] : -1;
-    const int n_units = ft_count(address), most = blocks / (n_units ? n_units : 1);
-    const int parts = most < 1 ? 1 : most < GROUPS ? most : GROUPS;
-    if (unit == 0 || blockIdx.x >= parts) return;
-    const int first = blockIdx.x * GROUPS / parts, n_groups = (blockIdx.x + 1) * GROUPS / parts - first;
-    const unsigned char *record = (const unsigned char *)unit + offset;
+    const ft_share mine = ft_find_share(address, n_units, blocks, GROUPS);
+    if (mine.unit < 0) return;
+    const int first = mine.part * GROUPS / mine.parts, n_groups = (mine.part + 1) * GROUPS / mine.parts - first;
+    const unsigned char *record = (const unsigned char *)address[mine.unit] + offset;
+    const int wanted = lane < FT_COLUMNS ? route[mine.unit * FT_COLUMNS + lane] : -1;
     const unsigned char *tiles = record + (GATE_UP ? FT_GATE_UP : FT_DOWN) + (long long)first * TILES * BYTES;
     const int n_tiles = n_groups * TILES < COUNT - first * TILES ? n_groups * TILES : COUNT - first * TILES;
     const ft_globals globals = *(const ft_globals *)(record + (GATE_UP ? FT_GATE_UP_GLOBALS : FT_DOWN_GLOBALS));
@@ -337,7 +386,9 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
     unsigned char *vectors = (unsigned char *)(sums + FT_WARPS * TILES * FT_ROWS * FT_COLUMNS);
     stages part;
     part.template open<ALL>(shared, barriers);
+    part.template start<ALL>(tiles, n_tiles);
     unsigned int left = __ballot_sync(~0u, wanted >= 0);
+    if (!left) part.template finish<ALL>();
     while (left) {
         int n = 0; /* routes of this pass */
         for (; left && n < columns / FT_DIGITS; n++, left &= left - 1) {
@@ -347,13 +398,17 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
                 rows[n] = next / k;
             }
         }
-        part.start(tiles, n_tiles);
-#pragma unroll
-        for (int i = 0; i < FT_DEPTH - 1; i++) part.template copy<ALL>();
         __syncthreads();
         if (!waited) ft_wait_for_last();
         waited = true;
-        ft_fetch<K>(prepared, n_rows, rows, n, vectors, exponents);
+        if (prepared)
+            ft_fetch<K>(prepared, n_rows, rows, n, vectors, exponents);
+        else
+            for (int c = 0; c < n; c++) {
+                const int exponent = ft_prepare<X, K, FT_THREADS>(x + (long long)rows[c] * K, vectors + 64 * FT_DIGITS * c,
+                                                                  64 * FT_DIGITS * n, 64, tops[c]);
+                if (threadIdx.x == 0) exponents[c] = exponent;
+            }
         __syncthreads();
         for (int group = first; group < first + n_groups; group++) {
             const int row = threadIdx.x % ROWS, at = group * ROWS + row;
@@ -395,31 +450,32 @@ FT_DEVICE void ft_gemv(const unsigned char *prepared, int n_rows, const long lon
             }
             __syncthreads();
         }
+        if (left) part.template start<ALL>(tiles, n_tiles);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_x(const FT_X *x, unsigned char *prepared) {
     ft_wait_for_last(); /* gate_up reads units and records at once: they may come from what is before this */
     ft_let_next_start();
-    ft_prepare<FT_X, FT_HIDDEN>(x, prepared);
+    ft_prepare_rows<FT_X, FT_HIDDEN>(x, prepared);
 }
 
 extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_h(const float *h, unsigned char *prepared) {
     ft_let_next_start();
     ft_wait_for_last();
-    ft_prepare<float, FT_INTERMEDIATE>(h, prepared);
+    ft_prepare_rows<float, FT_INTERMEDIATE>(h, prepared);
 }
 
-extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
-gate_up(const unsigned char *x, int n_rows, const long long *address, const int *route, float *out, unsigned int k,
-        long long offset, int columns, int blocks, float alpha, float limit) {
-    ft_gemv<true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE>(x, n_rows, address, route, out, k, offset, columns, blocks,
-                                                                 alpha, limit);
+extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_BOUND)
+gate_up(const FT_X *x, const unsigned char *prepared, int n_rows, const long long *address, int n_units, const int *route,
+        float *out, unsigned int k, long long offset, int columns, int blocks, float alpha, float limit) {
+    ft_gemv<FT_X, true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE, FT_DEPTH>(
+        x, prepared, n_rows, address, n_units, route, out, k, offset, columns, blocks, alpha, limit);
 }
 
-extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
-down(const unsigned char *h, int n_rows, const long long *address, const int *route, float *out, long long offset,
-     int columns, int blocks) {
-    ft_gemv<false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE>(h, n_rows, address, route, out, 1, offset,
-                                                                               columns, blocks, 0.0f, 0.0f);
+extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_BOUND)
+down(const float *h, const unsigned char *prepared, int n_rows, const long long *address, int n_units, const int *route,
+     float *out, long long offset, int columns, int blocks) {
+    ft_gemv<float, false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE, FT_DOWN_DEPTH>(
+        h, prepared, n_rows, address, n_units, route, out, 1, offset, columns, blocks, 0.0f, 0.0f);
 }

@@ -30,6 +30,7 @@ _VECTOR_ROOM = 24 << 10
 """Bytes of shared memory for vectors. Routes that do not fit are multiplied in turn, by weights from the cache."""
 _PIECE = 32
 """Weights of a row that are multiplied at once."""
+_NONE = ctypes.c_void_p(None)
 _LANES = 256
 """Threads that prepare a row."""
 _SUMS = TILE_ROWS * COLUMNS * 4
@@ -40,9 +41,13 @@ _LEAST = "sm_80"
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel shares out its work.
+    """How kernels share out their work.
 
     warps: of a block. depth: stages of a warp's ring. tiles: of down at once. resident: blocks of a multiprocessor.
+    own: tokens up to which blocks prepare vectors for themselves. down_depth: depth of down, if another. units: of a
+    stage, if not as many as the format says. bound: blocks that registers must do for, if others than `resident`, so
+    that down's first find room beside gate_up's last. unroll: units at once. single: multiply one vector at once, for
+    which less is computed; without effect in float32.
 
     The defaults were the best of 15 for mxfp4 on an H200 (2880/2880; 8, 16 and 4 units): more blocks or deeper rings
     only keep bytes waiting, and the compiler needs the registers. 40, 74 and 25 us; with resident=4 41, 73 and 28; with
@@ -53,16 +58,43 @@ class Shape:
     depth: int = 2
     tiles: int = 2
     resident: int = 3
+    own: int = 0
+    down_depth: int | None = None
+    units: int | None = None
+    bound: int | None = None
+    unroll: int = 2
+    single: bool = False
 
 
 DEFAULT = Shape()
+ONE_TOKEN = DEFAULT
+"""For one token, whose experts are few."""
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """Compiled for a shape. stage: bytes of a stage of a tile. blocks: those that keep the device busy."""
+
+    shape: Shape
+    stage: int
+    blocks: int
+    prepare_x: Kernel
+    prepare_h: Kernel
+    gate_up: Kernel
+    down: Kernel
+
+    def grid(self, units: Units, groups: int) -> int:
+        """Blocks for units of so many groups of tiles, at least one for each unit."""
+        n = len(units.address)
+        return max(n, min(self.blocks, n * groups))
 
 
 class CudaGemv:
     """Both products of one shard's experts for the routes of units. Holds no tensor.
 
-    dtype: that of x. With float32 results are as exact as fp32 sums are; else activations are rounded to 11 bits before
-    both products, to 8 with bf16 weights. Weights are exact always. Raises `DeviceError` where the compiler refuses.
+    dtype: that of x. shape: for any number of tokens, in place of `ONE_TOKEN` and `DEFAULT`. With float32 results are
+    as exact as fp32 sums are; else activations are rounded to 11 bits before both products, to 8 with bf16 weights.
+    Weights are exact always. Raises `DeviceError` where the compiler refuses.
     """
 
     def __init__(
@@ -71,7 +103,7 @@ class CudaGemv:
         layout: RecordLayout,
         activation: Activation,
         dtype: torch.dtype = torch.bfloat16,
-        shape: Shape = DEFAULT,
+        shape: Shape | None = None,
     ) -> None:
         if dtype not in _X:
             raise TypeError(f"x is to be {dtype}, expected one of {', '.join(map(str, _X))}")
@@ -82,16 +114,17 @@ class CudaGemv:
                 available=device.architecture,
             )
         self.layout, self.dtype = layout, dtype
-        self._shape = shape
         self._digits = _DIGITS if dtype == torch.float32 else 1
         self._k = 1  # a guess for `down` of how many routes a unit has; results do not depend on it
-        self._blocks = ctypes.c_int(device.multiprocessors * shape.resident)
         self._numbers = ctypes.c_float(activation.alpha), ctypes.c_float(activation.limit)
-        source = _source(layout, activation, dtype, shape)
-        self._stage = _constant(source, "STAGE_UNITS") * _constant(source, "UNIT")
-        self._prepare_x, self._prepare_h, self._gate_up, self._down = device.compile(
-            source, "prepare_x", "prepare_h", "gate_up", "down"
-        )
+
+        def compile_for(shape: Shape) -> _Kernels:
+            source = _source(layout, activation, dtype, shape)
+            stage = (shape.units or _constant(source, "STAGE_UNITS")) * _constant(source, "UNIT")
+            kernels = device.compile(source, "prepare_x", "prepare_h", "gate_up", "down")
+            return _Kernels(shape, stage, device.multiprocessors * shape.resident, *kernels)
+
+        self._one, self._more = compile_for(shape or ONE_TOKEN), compile_for(shape or DEFAULT)
 
     @staticmethod
     def runs_on(device: CudaDevice) -> bool:
@@ -107,24 +140,28 @@ class CudaGemv:
         _check(x, "x", self.layout.hidden, self.dtype)
         _check(out, "out", self.layout.intermediate, torch.float32)
         self._k = k
-        # not early: what is before this may be on several streams
-        prepared = self._prepare(self._prepare_x, x, early=False)
-        columns, shared = self._room(self.layout.hidden, len(x), 2)
-        self._gate_up(
-            prepared.data_ptr(),
+        kernels = self._kernels(len(x))
+        shape = kernels.shape
+        # the first kernel is not early: what is before this may be on several streams
+        prepared = None if len(x) <= shape.own else self._prepare(kernels.prepare_x, x, early=False)
+        columns, shared = self._room(kernels, self.layout.hidden, len(x), 2 * shape.warps, shape.depth)
+        kernels.gate_up(
+            x.data_ptr(),
+            _NONE if prepared is None else prepared.data_ptr(),
             ctypes.c_int(len(x)),
             units.address.data_ptr(),
+            ctypes.c_int(len(units.address)),
             units.route.data_ptr(),
             out.data_ptr(),
             ctypes.c_uint(k),
             ctypes.c_longlong(offset),
             ctypes.c_int(columns),
-            self._blocks,
+            ctypes.c_int(kernels.blocks),
             *self._numbers,
-            blocks=(self.layout.gate_tiles, len(units.address)),
-            threads=32 * self._shape.warps,
+            blocks=kernels.grid(units, self.layout.gate_tiles),
+            threads=32 * shape.warps,
             shared=shared,
-            early=True,
+            early=prepared is not None,
         )
 
     def down(self, h: torch.Tensor, units: Units, out: torch.Tensor, offset: int = 0) -> None:
@@ -135,22 +172,32 @@ class CudaGemv:
         """
         _check(h, "h", self.layout.intermediate, torch.float32)
         _check(out, "out", self.layout.hidden, torch.float32)
-        prepared = self._prepare(self._prepare_h, h, early=True)
-        columns, shared = self._room(self.layout.intermediate, len(h) // self._k, self._shape.tiles)
-        self._down(
-            prepared.data_ptr(),
+        tokens = len(h) // self._k
+        kernels = self._kernels(tokens)
+        shape = kernels.shape
+        prepared = None if tokens <= shape.own else self._prepare(kernels.prepare_h, h, early=True)
+        columns, shared = self._room(
+            kernels, self.layout.intermediate, tokens, shape.tiles * shape.warps, shape.down_depth or shape.depth
+        )
+        kernels.down(
+            h.data_ptr(),
+            _NONE if prepared is None else prepared.data_ptr(),
             ctypes.c_int(len(h)),
             units.address.data_ptr(),
+            ctypes.c_int(len(units.address)),
             units.route.data_ptr(),
             out.data_ptr(),
             ctypes.c_longlong(offset),
             ctypes.c_int(columns),
-            self._blocks,
-            blocks=(-(-self.layout.down_tiles // self._shape.tiles), len(units.address)),
-            threads=32 * self._shape.warps,
+            ctypes.c_int(kernels.blocks),
+            blocks=kernels.grid(units, -(-self.layout.down_tiles // shape.tiles)),
+            threads=32 * shape.warps,
             shared=shared,
             early=True,
         )
+
+    def _kernels(self, tokens: int) -> _Kernels:
+        return self._one if tokens == 1 else self._more
 
     def _prepare(self, kernel: Kernel, rows: torch.Tensor, early: bool) -> torch.Tensor:
         """Vectors of rows, then a word for each row. The order of the stream keeps them until they were read."""
@@ -163,12 +210,12 @@ class CudaGemv:
         width = self.layout.format.block if self.layout.format.ragged else _PIECE
         return -(-k // width) * width * 2
 
-    def _room(self, k: int, tokens: int, tiles: int) -> tuple[int, int]:
+    def _room(self, kernels: _Kernels, k: int, tokens: int, rings: int, depth: int) -> tuple[int, int]:
         """How many vectors of k values are multiplied at once, and bytes of shared memory for them and the rings."""
         vectors = self._vector_bytes(k) * self._digits
-        routes = max(1, min(tokens, COLUMNS // self._digits, _VECTOR_ROOM // vectors))
-        rings = self._shape.warps * tiles * (self._shape.depth * self._stage + _SUMS)
-        return routes * self._digits, routes * vectors + rings
+        most = 1 if kernels.shape.single and self._digits == 1 else COLUMNS // self._digits
+        routes = max(1, min(tokens, most, _VECTOR_ROOM // vectors))
+        return routes * self._digits, routes * vectors + rings * (depth * kernels.stage + _SUMS)
 
 
 def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, shape: Shape) -> str:
@@ -185,7 +232,11 @@ def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, sh
         "WARPS": shape.warps,
         "DEPTH": shape.depth,
         "TILES": shape.tiles,
-        "RESIDENT": shape.resident,
+        "DOWN_DEPTH": shape.down_depth or shape.depth,
+        "WANTED_UNITS": shape.units or 0,
+        "BOUND": shape.bound or shape.resident,
+        "UNROLL": shape.unroll,
+        "SINGLE": int(shape.single and dtype != torch.float32),
         **{name.upper(): offset for name, (offset, _) in layout.sections.items()},
     }
     head = "".join(f"enum {{ FT_{name} = {value} }};\n" for name, value in constants.items())

@@ -9,11 +9,12 @@ struct ft_tile {
     const unsigned char *scales; /* those of this lane's rows in a unit's first block: ft_scales_at(g, t) */
 };
 
-/* sum += part, whose rows count `low` and `high` times. */
+/* sum += part, whose rows count `low` and `high` times. Of a single vector, odd columns are left alone. */
 FT_DEVICE void ft_add(float *sum, const float *part, float low, float high) {
     sum[0] += part[0] * low;
-    sum[1] += part[1] * low;
     sum[2] += part[2] * high;
+    if (FT_SINGLE) return;
+    sum[1] += part[1] * low;
     sum[3] += part[3] * high;
 }
 

@@ -17,7 +17,7 @@ from freetoken.errors import UnsupportedError
 from freetoken.executor import Activation
 from freetoken.formats.codes import E2M1, E4M3, E8M0, pack_nibbles
 from freetoken.formats.record import Expert, RecordLayout, shard_bounds
-from freetoken.gpu.gemv_cuda import CudaGemv, Shape
+from freetoken.gpu.gemv_cuda import DEFAULT, CudaGemv, Shape
 from freetoken.gpu.units import Units
 from freetoken.kernels import reference
 from tests.support.cuda_twin import COMPILER, TwinDevice
@@ -30,6 +30,8 @@ DEEPSEEK_V4 = Activation("silu_limited", limit=2.0)
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 4e-3}
 """Largest error of a route's output, relative to its norm."""
 SMALL = Shape(warps=4, depth=3, tiles=2, resident=2)
+OWN = Shape(warps=5, depth=2, tiles=2, resident=3, own=8, down_depth=4, units=1, bound=5, unroll=3)
+"""Blocks prepare vectors themselves."""
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +101,11 @@ WIDTHS += [("bf16", 144, 88), ("fp8_block", 144, 88), ("fp8_block", 264, 300), (
 WIDTHS += [("ds_fp4", 96, 64)]
 
 
+@pytest.mark.parametrize("shape", [SMALL, OWN], ids=["prepared", "own"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("name", "hidden", "intermediate"), WIDTHS)
 def test_units_are_as_the_reference(
-    machine: Any, name: str, hidden: int, intermediate: int, dtype: torch.dtype
+    machine: Any, name: str, hidden: int, intermediate: int, dtype: torch.dtype, shape: Shape
 ) -> None:
     bias, how = (True, GPT_OSS) if hidden % 64 == 0 else (False, DEEPSEEK_V4)
     layout = RecordLayout(formats.get(name), hidden, intermediate, bias)
@@ -112,25 +115,28 @@ def test_units_are_as_the_reference(
     routes = [0, 2, 5, 6, 8], None, [3], [1, 7]
     units = case.units(*routes)
 
-    _, y = case.run(CudaGemv(case.device, layout, how, dtype, SMALL), x, units, 2)
+    _, y = case.run(CudaGemv(case.device, layout, how, dtype, shape), x, units, 2)
 
     owner = {route: e for e, mine in enumerate(mine for mine in routes if mine) for route in mine}
     check(y, {r: expect(layout, records[e], x[r // 2], how) for r, e in owner.items()}, BOUND[dtype])
 
 
+@pytest.mark.parametrize("shape", [DEFAULT, replace(DEFAULT, own=2, single=True)], ids=["prepared", "own"])
 @pytest.mark.parametrize(("name", "hidden", "intermediate"), [("mxfp4", 2880, 640), ("nvfp4", 640, 2880)])
-def test_widths_of_models(machine: Any, name: str, hidden: int, intermediate: int) -> None:
+def test_widths_of_models(machine: Any, name: str, hidden: int, intermediate: int, shape: Shape) -> None:
     layout = RecordLayout(formats.get(name), hidden, intermediate, True)
     records = make_bank(layout, 1)
     case = Case(machine, layout, records)
     x = torch.randn(2, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
 
-    _, y = case.run(CudaGemv(case.device, layout, GPT_OSS), x, case.units([0, 1]), 1)
+    _, y = case.run(CudaGemv(case.device, layout, GPT_OSS, shape=shape), x, case.units([0, 1]), 1)
 
     check(y, {r: expect(layout, records[0], x[r], GPT_OSS) for r in range(2)}, 4e-3)
 
 
-@pytest.mark.parametrize("shape", [Shape(4, 3, 1, 1), Shape(8, 2, 2, 1), Shape(4, 4, 4, 64)])
+@pytest.mark.parametrize(
+    "shape", [Shape(4, 3, 1, 1), Shape(8, 2, 2, 1), Shape(4, 4, 4, 64), replace(OWN, single=True, unroll=1)]
+)
 @pytest.mark.parametrize("name", ["mxfp4", "fp8_block"])
 def test_bits_do_not_depend_on_companions_or_on_tiles_of_a_block(machine: Any, name: str, shape: Shape) -> None:
     layout = RecordLayout(formats.get(name), 256, 176 if name == "fp8_block" else 160, True)
@@ -138,7 +144,7 @@ def test_bits_do_not_depend_on_companions_or_on_tiles_of_a_block(machine: Any, n
     case = Case(machine, layout, records)
     x = torch.randn(8, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
     gemv = CudaGemv(case.device, layout, GPT_OSS, shape=shape)
-    tall = CudaGemv(case.device, layout, GPT_OSS, shape=replace(shape, resident=1000))
+    tall = CudaGemv(case.device, layout, GPT_OSS, shape=replace(shape, resident=1000, single=False))
 
     alone = [case.run(gemv, x[r : r + 1], case.units([0]), 1) for r in range(8)]
     together = case.run(tall, x, case.units([7, 0, 1, 2, 3, 4, 5, 6]), 1)
@@ -269,7 +275,8 @@ def test_shards_of_a_slot_add_up(machine: Any) -> None:
     check(sum(parts), {1: wanted}, 1e-5)  # type: ignore[arg-type]
 
 
-def test_more_routes_than_fit_at_once_and_rows_that_are_not_aligned(machine: Any) -> None:
+@pytest.mark.parametrize("shape", [SMALL, OWN], ids=["prepared", "own"])
+def test_more_routes_than_fit_at_once_and_rows_that_are_not_aligned(machine: Any, shape: Shape) -> None:
     layout = RecordLayout(formats.get("mxfp4"), 4096, 32)
     records = make_bank(layout, 1)
     case = Case(machine, layout, records)
@@ -278,22 +285,56 @@ def test_more_routes_than_fit_at_once_and_rows_that_are_not_aligned(machine: Any
         unaligned = torch.empty(x.numel() + 1, dtype=dtype, device=case.place)[1:].reshape(8, 4096).copy_(x)
         h = torch.full((8, 32), float("nan"), device=case.place)
         y = torch.full((8, 4096), float("nan"), device=case.place)
-        gemv, units = CudaGemv(case.device, layout, SILU, dtype, SMALL), case.units([5, 4, 3, 2, 1, 0, 6, 7])
+        gemv, units = CudaGemv(case.device, layout, SILU, dtype, shape), case.units([5, 4, 3, 2, 1, 0, 6, 7])
         gemv.gate_up(unaligned, units, 1, h)
         gemv.down(h, units, y)
         check(y.cpu().double().numpy(), {r: expect(layout, records[0], x[r], SILU) for r in range(8)}, BOUND[dtype])
 
 
-def test_what_is_not_a_number_stays_in_its_route(machine: Any) -> None:
+@pytest.mark.parametrize("shape", [SMALL, replace(OWN, single=True)], ids=["prepared", "own"])
+def test_what_is_not_a_number_stays_in_its_route(machine: Any, shape: Shape) -> None:
     layout = RecordLayout(formats.get("mxfp4"), 64, 32, True)
     records = make_bank(layout, 1)
     case = Case(machine, layout, records)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(7)).bfloat16()
     x[1, 5] = float("nan")
 
-    _, y = case.run(CudaGemv(case.device, layout, GPT_OSS, shape=SMALL), x, case.units([0, 1, 2]), 1)
+    _, y = case.run(CudaGemv(case.device, layout, GPT_OSS, shape=shape), x, case.units([0, 1, 2]), 1)
 
     check(y, {r: expect(layout, records[0], x[r], GPT_OSS) for r in (0, 2)}, 4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["mxfp4", "bf16"])
+def test_bits_do_not_depend_on_who_prepares_vectors(machine: Any, name: str, dtype: torch.dtype) -> None:
+    layout = RecordLayout(formats.get(name), 96, 64, True)
+    case = Case(machine, layout, make_bank(layout, 2))
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(8)).to(dtype)
+    x[1] *= 1e-6
+
+    found = [
+        case.run(CudaGemv(case.device, layout, GPT_OSS, dtype, replace(SMALL, own=own)), x, case.units([0, 2], [1]), 1)
+        for own in (2, 3)
+    ]
+
+    for part in range(2):
+        np.testing.assert_array_equal(found[0][part], found[1][part])
+
+
+@pytest.mark.parametrize("shape", [replace(SMALL, resident=1), replace(SMALL, depth=4, resident=32)])
+def test_more_units_than_blocks_and_units_without_routes(machine: Any, shape: Shape) -> None:
+    layout = RecordLayout(formats.get("nvfp4"), 64, 80)
+    records = make_bank(layout, 2)
+    case = Case(machine, layout, records)
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(9)).bfloat16()
+    routes: list[list[int] | None] = [None, [], *([r] for r in range(33)), None, [], [33, 34], [39]]
+    owner = [i % 2 for i, mine in enumerate(mine for mine in routes if mine is not None)]
+
+    _, y = case.run(CudaGemv(case.device, layout, SILU, shape=shape), x, case.units(*routes, expert=owner), 1)
+
+    of = zip(owner, (mine for mine in routes if mine is not None), strict=True)
+    wanted = {r: expect(layout, records[e], x[r], SILU) for e, mine in of for r in mine}
+    check(y, wanted, 4e-3)
 
 
 def test_tensors_are_checked(twin: TwinDevice) -> None:

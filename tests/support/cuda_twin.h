@@ -230,6 +230,8 @@ static inline void ft_mma_bf16(float *sum, unsigned int a0, unsigned int a1, uns
 
 static void ft_enter() {
     ft_body();
+    for (const auto &group : ft_me().groups)
+        if (!group.empty()) abort(); /* would be written to a block that has ended */
     ft_me().done = true;
     ft_yield();
 }

@@ -30,7 +30,6 @@ _VECTOR_ROOM = 24 << 10
 """Bytes of shared memory for vectors. Routes that do not fit are multiplied in turn, by weights from the cache."""
 _PIECE = 32
 """Weights of a row that are multiplied at once."""
-_NONE = ctypes.c_void_p(None)
 _LANES = 256
 """Threads that prepare a row."""
 _SUMS = TILE_ROWS * COLUMNS * 4
@@ -147,7 +146,7 @@ class CudaGemv:
         columns, shared = self._room(kernels, self.layout.hidden, len(x), 2 * shape.warps, shape.depth)
         kernels.gate_up(
             x.data_ptr(),
-            _NONE if prepared is None else prepared.data_ptr(),
+            0 if prepared is None else prepared.data_ptr(),
             ctypes.c_int(len(x)),
             units.address.data_ptr(),
             ctypes.c_int(len(units.address)),
@@ -181,7 +180,7 @@ class CudaGemv:
         )
         kernels.down(
             h.data_ptr(),
-            _NONE if prepared is None else prepared.data_ptr(),
+            0 if prepared is None else prepared.data_ptr(),
             ctypes.c_int(len(h)),
             units.address.data_ptr(),
             ctypes.c_int(len(units.address)),

@@ -268,6 +268,32 @@ def time_blocks(decoder: Decoder, blocks: int) -> list[float]:
     return found
 
 
+def print_profile(decoder: Decoder, steps: int = 8, lines: int = 30) -> None:
+    """Where the time of a step goes: kernels and copies by their time, as CUPTI sees them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        decoder.steps(steps)
+        wait_for(decoder.device)
+    found: dict[str, list[float]] = {}
+    spans = []
+    for event in profile.events():
+        if event.device_type == torch.profiler.DeviceType.CUDA:
+            found.setdefault(event.name[:90], []).append(event.time_range.elapsed_us())
+            spans.append((event.time_range.start, event.time_range.end))
+    if not spans:
+        print("no operation of the device was seen")
+        return
+    busy, end = 0.0, 0.0
+    for start, stop in sorted(spans):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    whole = end - min(spans)[0]
+    took = f"a step takes {whole / steps:.0f} us, {busy / steps:.0f} of them with something running"
+    print(f"{took}, {len(spans) // steps} operations")
+    print("| us a step | times | us each | what |\n|---|---|---|---|")
+    for name, times in sorted(found.items(), key=lambda item: -sum(item[1]))[:lines]:
+        print(f"| {sum(times) / steps:.1f} | {len(times) / steps:.1f} | {statistics.median(times):.1f} | {name} |")
+
+
 def time_prompts(decoder: Decoder, ids: torch.Tensor, before: Callable[[], object], times: int = PREFILLS) -> float:
     """Median seconds of a prompt read into an empty cache. before: called before each."""
     found = []
@@ -364,7 +390,7 @@ class Bench:
         steps = o.warmup + blocks * BLOCK
         ids = self._routes(steps)
         routing = Routing(model, ids, self.device)
-        with torch.inference_mode():
+        with torch.no_grad():
             room = steps + BLOCK
             decoder = Decoder(model, o.batch, room, self.device)
             decoder.steps(o.warmup)
@@ -375,6 +401,8 @@ class Bench:
             seconds = time_blocks(decoder, blocks)
             counters = read_counters(model).since(before)
             usage = freetoken.report(model).device
+            if o.profile:
+                print_profile(decoder)
             decoder.restart()
             routing.restart()
             with stubbed(model):
@@ -410,7 +438,7 @@ class Bench:
         vocabulary = model.config.vocab_size
         prompt = torch.randint(vocabulary, (o.batch, o.prefill), generator=torch.Generator().manual_seed(o.seed))
         prompt = prompt.to(self.device)
-        with torch.inference_mode():
+        with torch.no_grad():
             decoder = Decoder(model, o.batch, o.prefill, self.device)
             time_prompts(decoder, prompt, routing.restart, 1)
             before = read_counters(model)
@@ -557,6 +585,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="none",
         help="replay the stub, or the step too, as a CUDA graph",
     )
+    add("--profile", action="store_true", help="also print where the time of a step goes")
     add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of the dense part")
     add("--threads", type=lambda text: text if text == "auto" else int(text), default="auto", help="CPU workers")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")

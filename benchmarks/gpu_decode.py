@@ -45,6 +45,8 @@ from freetoken.units import format_bytes
 
 BLOCK = 8
 """Tokens between two looks at the clock."""
+PROFILED = 8
+"""Steps of a profile."""
 STUB_BLOCKS = 8
 """At most so many blocks with experts that do nothing."""
 PREFILLS = 3
@@ -268,7 +270,7 @@ def time_blocks(decoder: Decoder, blocks: int) -> list[float]:
     return found
 
 
-def print_profile(decoder: Decoder, steps: int = 8, lines: int = 30) -> None:
+def print_profile(decoder: Decoder, steps: int = PROFILED, lines: int = 30) -> None:
     """Where the time of a step goes: kernels and copies by their time, as CUPTI sees them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decoder.steps(steps)
@@ -388,10 +390,11 @@ class Bench:
         o, made = self.o, self.synthetic
         blocks, stub_blocks = o.tokens // BLOCK, min(STUB_BLOCKS, o.tokens // BLOCK)
         steps = o.warmup + blocks * BLOCK
+        more = PROFILED if o.profile else 0
         ids = self._routes(steps)
         routing = Routing(model, ids, self.device)
         with torch.no_grad():
-            room = steps + BLOCK
+            room = steps + BLOCK + more
             decoder = Decoder(model, o.batch, room, self.device)
             decoder.steps(o.warmup)
             if o.graph == "all":

@@ -11,6 +11,7 @@ import gc
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -164,7 +165,8 @@ class CudaDevice:
                     with contextlib.suppress(torch.AcceleratorError):
                         for other in reversed(list(capture.open)):
                             stream.join(other)
-                    with contextlib.suppress(torch.AcceleratorError):
+                    with contextlib.suppress(torch.AcceleratorError), warnings.catch_warnings():
+                        warnings.simplefilter("ignore")  # that it is empty
                         graph.capture_end()
                     raise
                 graph.capture_end()

@@ -70,8 +70,9 @@ class CudaStream:
             work()
 
     def trace(self, work: Callable[[], object]) -> None:
-        """See `Stream`."""
-        self.kernel(work)
+        """See `Stream`. What `work` reads and is not made by it stays the caller's to keep: that may be a model."""
+        with self._adding():
+            work()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `Stream`."""

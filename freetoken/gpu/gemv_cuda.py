@@ -48,16 +48,17 @@ class Shape:
     that down's first find room beside gate_up's last. unroll: units at once. single: multiply one vector at once, for
     which less is computed; without effect in float32.
 
-    The defaults were the best of 15 for mxfp4 on an H200 (2880/2880; 8, 16 and 4 units): more blocks or deeper rings
-    only keep bytes waiting, and the compiler needs the registers. 40, 74 and 25 us; with resident=4 41, 73 and 28; with
-    depth=3 40, 73 and 26; with warps=8 and resident=2 45, 83 and 30.
+    The defaults were the best of 18 for mxfp4 on an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16
+    units): 22.0, 36.9 and 66.0 us. More blocks or deeper rings only keep bytes waiting, and the compiler needs the
+    registers: with own=0 24.1, 39.7 and 69.6, with single 22.1, 36.9 and 66.2, with that and bound=6 23.2, 38.5 and
+    68.3, with resident=6 24.5, 37.0 and 64.4, with warps=8 and resident=2 25.2, 40.7 and 71.9.
     """
 
     warps: int = 4
     depth: int = 2
     tiles: int = 2
     resident: int = 3
-    own: int = 0
+    own: int = 4
     down_depth: int | None = None
     units: int | None = None
     bound: int | None = None
@@ -66,8 +67,6 @@ class Shape:
 
 
 DEFAULT = Shape()
-ONE_TOKEN = DEFAULT
-"""For one token, whose experts are few."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,8 @@ class _Kernels:
 class CudaGemv:
     """Both products of one shard's experts for the routes of units. Holds no tensor.
 
-    dtype: that of x. shape: for any number of tokens, in place of `ONE_TOKEN` and `DEFAULT`. With float32 results are
-    as exact as fp32 sums are; else activations are rounded to 11 bits before both products, to 8 with bf16 weights.
-    Weights are exact always. Raises `DeviceError` where the compiler refuses.
+    dtype: that of x. With float32 results are as exact as fp32 sums are; else activations are rounded to 11 bits before
+    both products, to 8 with bf16 weights. Weights are exact always. Raises `DeviceError` where the compiler refuses.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class CudaGemv:
         layout: RecordLayout,
         activation: Activation,
         dtype: torch.dtype = torch.bfloat16,
-        shape: Shape | None = None,
+        shape: Shape = DEFAULT,
     ) -> None:
         if dtype not in _X:
             raise TypeError(f"x is to be {dtype}, expected one of {', '.join(map(str, _X))}")
@@ -116,14 +114,10 @@ class CudaGemv:
         self._digits = _DIGITS if dtype == torch.float32 else 1
         self._k = 1  # a guess for `down` of how many routes a unit has; results do not depend on it
         self._numbers = ctypes.c_float(activation.alpha), ctypes.c_float(activation.limit)
-
-        def compile_for(shape: Shape) -> _Kernels:
-            source = _source(layout, activation, dtype, shape)
-            stage = (shape.units or _constant(source, "STAGE_UNITS")) * _constant(source, "UNIT")
-            kernels = device.compile(source, "prepare_x", "prepare_h", "gate_up", "down")
-            return _Kernels(shape, stage, device.multiprocessors * shape.resident, *kernels)
-
-        self._one, self._more = compile_for(shape or ONE_TOKEN), compile_for(shape or DEFAULT)
+        source = _source(layout, activation, dtype, shape)
+        stage = (shape.units or _constant(source, "STAGE_UNITS")) * _constant(source, "UNIT")
+        kernels = device.compile(source, "prepare_x", "prepare_h", "gate_up", "down")
+        self._kernels = _Kernels(shape, stage, device.multiprocessors * shape.resident, *kernels)
 
     @staticmethod
     def runs_on(device: CudaDevice) -> bool:
@@ -139,7 +133,7 @@ class CudaGemv:
         _check(x, "x", self.layout.hidden, self.dtype)
         _check(out, "out", self.layout.intermediate, torch.float32)
         self._k = k
-        kernels = self._kernels(len(x))
+        kernels = self._kernels
         shape = kernels.shape
         # the first kernel is not early: what is before this may be on several streams
         prepared = None if len(x) <= shape.own else self._prepare(kernels.prepare_x, x, early=False)
@@ -172,7 +166,7 @@ class CudaGemv:
         _check(h, "h", self.layout.intermediate, torch.float32)
         _check(out, "out", self.layout.hidden, torch.float32)
         tokens = len(h) // self._k
-        kernels = self._kernels(tokens)
+        kernels = self._kernels
         shape = kernels.shape
         prepared = None if tokens <= shape.own else self._prepare(kernels.prepare_h, h, early=True)
         columns, shared = self._room(
@@ -194,9 +188,6 @@ class CudaGemv:
             shared=shared,
             early=True,
         )
-
-    def _kernels(self, tokens: int) -> _Kernels:
-        return self._one if tokens == 1 else self._more
 
     def _prepare(self, kernel: Kernel, rows: torch.Tensor, early: bool) -> torch.Tensor:
         """Vectors of rows, then a word for each row. The order of the stream keeps them until they were read."""

@@ -60,7 +60,7 @@ class _Times:
 
 
 def calibrate(experts: DeviceExperts, layers: Sequence[int], top_k: int, dtype: torch.dtype) -> Calibration:
-    """Measure with these layers, which are slotted and of the same sizes. Slots are empty afterwards."""
+    """Measure with these layers, which are slotted and of the same sizes. What is in slots afterwards is random."""
     layers = layers[:_MOST_LAYERS]
     chosen = [experts.layers[number] for number in layers]
     k = min(top_k, chosen[0].n_experts)
@@ -94,7 +94,6 @@ def calibrate(experts: DeviceExperts, layers: Sequence[int], top_k: int, dtype: 
             found.append(
                 _Times(*(statistics.median(getattr(s, name) for s in samples) for name in ("device", "host", "total")))
             )
-    experts.forget()
     best = min(range(k, -1, -1), key=lambda fetched: found[fetched].total)
     mixed = min(range(1, k), key=lambda fetched: found[fetched].total) if k > 1 else 0
     prices = Prices(

@@ -133,6 +133,7 @@ class DeviceExperts:
         self._shapes, self._dtype = tuple(shapes), dtype
         self._asked_fetch, self._max_fetch = room.max_fetch, parse_max_fetch(room.max_fetch)
         self.calibration: Calibration | None = None
+        self._in_graphs = False
         self._waited = torch.zeros(3, BUCKETS, dtype=torch.int64, device=device.torch_device)
         self._counting = torch.ones(1, dtype=torch.int32, device=device.torch_device)
         resident = room.strategy == "resident"
@@ -240,7 +241,7 @@ class DeviceExperts:
         and what the forward pass raises.
         """
         self.wait_until_pinned()
-        self._calibrate()
+        self._begin_graphs()
         return self.capture_with_trips(forward, valid, share, tailed)[0]
 
     def capture_with_trips(
@@ -281,15 +282,20 @@ class DeviceExperts:
             duties = {self.host.worker: capture.duties} if capture.duties else {}
             return self.host.steps.bind(graph, duties), list(capture.hand_offs.values())
 
-    def _calibrate(self) -> None:
-        """Once, where misses are split and nobody has said how."""
-        if self.strategy != "hybrid" or self.calibration is not None or self._max_fetch is not None:
-            return
-        first = next(filter(self._reaches, range(len(self.layers))), None)
-        if first is None:
-            return
-        alike = [n for n in range(len(self.layers)) if self._reaches(n) and self._shapes[n] == self._shapes[first]]
-        self.calibration = calibrate(self, alike, self._shapes[first].top_k, self._dtype)
+    def _begin_graphs(self) -> None:
+        """Once: measure how misses are best split, where nobody has said it, and fill slots."""
+        reached = list(filter(self._reaches, range(len(self.layers))))
+        with self._lock:
+            if self._slotted is None or self._pinner is None or not reached or self._in_graphs:
+                return
+            if self.strategy == "hybrid" and self._max_fetch is None:
+                alike = [n for n in reached if self._shapes[n] == self._shapes[reached[0]]]
+                self.calibration = calibrate(self, alike, self._shapes[alike[0]].top_k, self._dtype)
+            with self.device.active():
+                self._order(self.device.current())
+                self._stop_streaming()
+                self._slotted.fill(reached)
+            self._in_graphs = True
 
     def split_misses(self, fetches: Sequence[int]) -> None:
         """Of m missing experts of a layer, graphs fetch fetches[m] from now on; (`MOST_ROUTES` + 1) numbers."""

@@ -248,10 +248,8 @@ class SlotPool:
     ) -> SlotPool:
         """Every expert has its slot, slot = expert; `fill` must bring all records before the first step."""
         pool = cls(layers, [layer.n_experts for layer in layers], device, counting)
-        for index, layer in enumerate(pool.layers):
-            tables = pool.tables(index)
-            tables.slot_of.copy_(torch.arange(layer.n_experts, dtype=torch.int32))
-            tables.expert_in.copy_(tables.slot_of)
+        for index in range(len(pool.layers)):
+            pool.take_first(index)
         return pool
 
     @property
@@ -303,6 +301,12 @@ class SlotPool:
         tables.expert_in.fill_(-1)
         tables.used.zero_()
         tables.order.copy_(torch.arange(tables.n_slots, dtype=torch.int32))
+
+    def take_first(self, layer: int) -> None:
+        """The first experts of a layer are in its slots, of which nothing was said: slot = expert."""
+        tables = self.tables(layer)
+        tables.expert_in.copy_(torch.arange(tables.n_slots, dtype=torch.int32))
+        tables.slot_of[: tables.n_slots].copy_(tables.expert_in)
 
     def read_tables(self) -> torch.Tensor:
         """Each expert's slot (L, E) int32 in the host's memory, -1: none; rows of layers with fewer experts end in -1.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -188,6 +188,19 @@ class SlottedExperts:
             sizes = self._shapes[number].record_bytes
             self._gathers[number] = Gather(addresses, sizes, self._device.torch_device)
         return self._gathers[number]
+
+    def fill(self, numbers: Iterable[int]) -> None:
+        """Bring the first experts of these layers, which the device reaches, into slots: better than none."""
+        lane = self._device.current()
+        for number in () if self.resident else numbers:
+            self.pool.forget(number)
+            start = 0
+            for shard in self._banks[number].shards:
+                size = shard.layout.nbytes
+                for slot, record in zip(self.pool.memory(number), as_tensor(shard.records), strict=False):
+                    lane.copy(slot[start : start + size], record)
+                start += size
+            self.pool.take_first(number)
 
     def forget(self) -> None:
         """No expert is in a slot any more, but where all are for good."""

@@ -6,10 +6,9 @@ step late, and the step too many is dropped.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -159,10 +158,14 @@ class Decoder:
                 logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
                 with torch.inference_mode(False), torch.no_grad():  # what is kept is used outside of that too
                     self._experts.wait_until_pinned()
-                    with _numbers_kept(model.device):
+                    numbers = _Numbers(model.device)
+                    try:
                         how = logits_processor, stopping_criteria, generation_config
                         way = self._begin(model, input_ids, logits, *how, model_kwargs)
-                    self._decode(way, text, streamer)
+                    except UnsuitedError:
+                        numbers.rewind()
+                        raise
+                    self._decode(way, text, numbers, streamer)
             finally:
                 self._thread = 0
         return text.result()
@@ -288,14 +291,16 @@ class Decoder:
                 raise UnsuitedError(self.why_not) from error
             logger.warning("steps are not replayed any more: %s", self.why_not)
 
-    def _decode(self, way: _Way, text: _Text, streamer: Streamer | None) -> None:
+    def _decode(self, way: _Way, text: _Text, numbers: _Numbers, streamer: Streamer | None) -> None:
         """From the first tokens, which are chosen, to the last."""
         tokens = way.ring.fetch(0, way.rows)
         if streamer is not None:
             streamer.release()
         self._experts.begin_step()
         try:
-            self._loop(way, text, tokens, streamer)
+            shown = self._loop(way, text, tokens, streamer)
+            if way.sampler.sampled and shown < way.most:
+                numbers.rewind(way.sampler.draw, shown)
         except BaseException:
             self._experts.steps.cancel()
             raise
@@ -304,8 +309,8 @@ class Decoder:
         if streamer is not None:
             streamer.end()
 
-    def _loop(self, way: _Way, text: _Text, tokens: torch.Tensor, streamer: Streamer | None) -> None:
-        """tokens: the first ones, which are chosen."""
+    def _loop(self, way: _Way, text: _Text, tokens: torch.Tensor, streamer: Streamer | None) -> int:
+        """How many tokens each text got. tokens: the first ones, which are chosen."""
         assert self._graph is not None
         ahead = self._launch(way, 1)
         for n in range(way.most):
@@ -319,6 +324,7 @@ class Decoder:
                 break
         if ahead:
             self._graph.wait(ahead)  # a step too many
+        return n + 1
 
     def _launch(self, way: _Way, n: int) -> int:
         """Let the device come to the n-th tokens, from 0; the number of the step, 0 where none was launched."""
@@ -354,16 +360,18 @@ def _pad(config: Any) -> int | None:
     return None if pad is None else int(pad.reshape(-1)[0])
 
 
-@contextlib.contextmanager
-def _numbers_kept(device: torch.device) -> Iterator[None]:
-    """torch's next random numbers are as before where `UnsuitedError` is raised."""
-    cuda = device.type == "cuda"
-    before = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
-    try:
-        yield
-    except UnsuitedError:
-        if cuda:
-            torch.cuda.set_rng_state(before, device)
+class _Numbers:
+    """torch's random numbers as they are now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+    def rewind(self, draw: Callable[[], object] = lambda: None, times: int = 0) -> None:
+        """Let them be as if only this had been drawn since."""
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._state, self._device)
         else:
-            torch.set_rng_state(before)
-        raise
+            torch.set_rng_state(self._state)
+        for _ in range(times):
+            draw()

@@ -54,19 +54,18 @@ def why_not_copied(cache: Any) -> str | None:
 
 
 class _Memory:
-    """Keys and values of one layer, (rows, heads, length, width) each; allocated when their heads are known."""
+    """Keys and values of one layer, (rows, heads, length, width) each; none before their heads are known."""
 
     def __init__(self) -> None:
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
+        self.tensors: list[torch.Tensor] = []
 
-    def reserve(self, keys: torch.Tensor, values: torch.Tensor, rows: int, length: int) -> None:
+    def reserve(self, rows: int, length: int, *like: torch.Tensor) -> None:
         """At least so much, for keys and values such as these; what is there stays."""
-        self.keys = _grown(self.keys, keys, rows, length)
-        self.values = _grown(self.values, values, rows, length)
+        olds: Sequence[torch.Tensor | None] = self.tensors or [None] * len(like)
+        self.tensors = [_grown(old, rows, length, one) for old, one in zip(olds, like, strict=True)]
 
 
-def _grown(old: torch.Tensor | None, like: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+def _grown(old: torch.Tensor | None, rows: int, length: int, like: torch.Tensor) -> torch.Tensor:
     if old is not None and old.shape[0] >= rows and old.shape[2] >= length:
         return old
     with torch.inference_mode(False):  # it is used inside and outside of that
@@ -89,10 +88,8 @@ class _FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._reserved = reserved
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self._memory.reserve(key_states, value_states, *self._reserved)
-        assert self._memory.keys is not None and self._memory.values is not None
-        self.keys = self._memory.keys[: self._rows, :, : self._length]
-        self.values = self._memory.values[: self._rows, :, : self._length]
+        self._memory.reserve(*self._reserved, key_states, value_states)
+        self.keys, self.values = (whole[: self._rows, :, : self._length] for whole in self._memory.tensors)
         self.is_initialized = True
 
     def update(
@@ -129,7 +126,7 @@ class FixedForward:
         self._cache_name = cache_argument(model)
         self._kinds = set(getattr(config, "layer_types", None) or ())
         self._named = hasattr(config, "layer_types")  # masks by the names of kinds
-        self._window = getattr(config, "sliding_window", None)
+        self._window: int | None = getattr(config, "sliding_window", None)
         self._memories = [_Memory() for _ in DynamicCache(config=model.config).layers]
         self._caches: dict[tuple[int, int], Cache] = {}
         self._dtype = model.dtype
@@ -150,8 +147,7 @@ class FixedForward:
         if length <= self.length:
             return False
         for memory in self._memories:
-            if memory.keys is not None and memory.values is not None:
-                memory.reserve(memory.keys, memory.values, self.rows, length)
+            memory.reserve(self.rows, length, *memory.tensors)
         with torch.inference_mode(False):
             more = torch.ones(self.rows, length - self.length, dtype=torch.bool, device=self._on)
             self._visible = torch.cat([self._visible, more], dim=1)
@@ -173,9 +169,9 @@ class FixedForward:
         """
         n = len(positions)
         for memory, layer in zip(self._memories, cache.layers, strict=True):
-            memory.reserve(layer.keys, layer.values, self.rows, self.length)  # all of it, before anything is given up
+            memory.reserve(self.rows, self.length, layer.keys, layer.values)  # all, before anything is given up
         for memory, layer in zip(self._memories, cache.layers, strict=True):
-            for target, source in ((memory.keys, layer.keys), (memory.values, layer.values)):
+            for target, source in zip(memory.tensors, (layer.keys, layer.values), strict=True):
                 target.zero_()  # what earlier texts have left may be anything, and is hidden, not skipped
                 target[:n, :, tokens - source.shape[2] : tokens].copy_(source)
             layer.keys = layer.values = None
@@ -187,9 +183,8 @@ class FixedForward:
     def restart(self, rows: int) -> None:
         """Forget all sequences; the first rows are new ones, whose first token is the next."""
         for memory in self._memories:
-            for tensor in (memory.keys, memory.values):
-                if tensor is not None:
-                    tensor.zero_()
+            for tensor in memory.tensors:
+                tensor.zero_()
         self._begin(rows, 0)
 
     def _begin(self, rows: int, column: int) -> None:
@@ -232,11 +227,12 @@ class FixedForward:
         at = (self.column + self._columns[:tokens])[:, None]
         hidden = (columns > at) | ~self._visible[:rows, None, :length]
         if self._named:
-            return {kind: self._mask(hidden, columns, at, kind == "sliding_attention") for kind in self._kinds}
-        return self._mask(hidden, columns, at, self._window is not None)
+            windows = {kind: self._window if kind == "sliding_attention" else None for kind in self._kinds}
+            return {kind: self._mask(hidden, columns, at, window) for kind, window in windows.items()}
+        return self._mask(hidden, columns, at, self._window)
 
-    def _mask(self, hidden: torch.Tensor, columns: torch.Tensor, at: torch.Tensor, slides: bool) -> torch.Tensor:
-        if slides:
-            hidden = hidden | (columns <= at - self._window)
+    def _mask(self, hidden: torch.Tensor, columns: torch.Tensor, at: torch.Tensor, window: int | None) -> torch.Tensor:
+        if window is not None:
+            hidden = hidden | (columns <= at - window)
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
         return mask.masked_fill(hidden, torch.finfo(self._dtype).min)[:, None]

@@ -60,7 +60,8 @@ class Sampler:
         ends: Sequence[int],
         pad: int,
     ) -> None:
-        self._sampled, self._valid, self._pad = sampled, valid, pad
+        self.sampled, self._valid, self._pad = sampled, valid, pad
+        self._vocabulary = vocabulary
         on = valid.device
         self._ends = torch.tensor(ends, dtype=torch.int64, device=on)
         self._length = torch.zeros(1, dtype=torch.int64, device=on)
@@ -88,9 +89,9 @@ class Sampler:
         scores = logits
         for apply in self._apply:
             scores = apply(scores)
-        if self._sampled:
+        if self.sampled:
             chances = torch.nn.functional.softmax(scores, dim=-1)
-            tokens = (chances / torch.empty_like(chances).exponential_(1)).argmax(-1)
+            tokens = (chances / self.draw()).argmax(-1)
         else:
             tokens = scores.argmax(-1)
         if len(self._ends):
@@ -100,6 +101,11 @@ class Sampler:
         for seen in self._seen:
             seen.scatter_(1, tokens[:, None].clamp(max=seen.shape[1] - 1), True)
         return tokens
+
+    def draw(self) -> torch.Tensor:
+        """The random numbers (B, vocabulary) of one choice: those that `torch.multinomial` would take."""
+        noise = torch.empty(len(self._valid), self._vocabulary, device=self._valid.device)
+        return noise.exponential_(1)
 
     def _adapt(self, processor: Any, vocabulary: int) -> Apply:
         on = self._valid.device
@@ -145,7 +151,7 @@ def sampler_key(processors: Sequence[Any]) -> Hashable:
 
 def _parameters(processor: Any) -> Hashable:
     if type(processor) is RepetitionPenaltyLogitsProcessor:
-        return processor.penalty
+        return float(processor.penalty)
     if type(processor) in _LENGTHS:
         return tuple(processor.eos_token_id.tolist())
     if type(processor) is SuppressTokensLogitsProcessor:

@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 
 from freetoken.device.base import Graph, Stream
-from freetoken.duties import Duty
 from freetoken.duties.steps import StepGraph
 from freetoken.offload.experts import DeviceExperts
 
@@ -47,13 +46,13 @@ class StepModel(Protocol):
 class DecodeGraph:
     """Steps of a model on a device, as graphs for each number of rows and length of the cache, and their tails.
 
-    A size is captured when it is first wanted: nobody waits for, or gives memory to, one that is never used. Before
-    that the step runs once eagerly, so that everything is compiled and chosen; what both have moved is put back.
+    A size is captured when it is first wanted: nobody waits for, or gives memory to, one that is never used; all of
+    them use the same memory. What the capture has moved is put back.
 
     What may not change between replays: where the model's parameters lie, its attention and experts implementations,
-    which experts layers are pinned, and where the tensors of its `StepModel` lie; `forget` is called when one of them
-    has changed. What may change: what these tensors hold, which experts are in slots, the table of the split, and
-    whether is counted.
+    which layers of experts are pinned, and where the tensors of its `StepModel` lie; `forget` is called when one of
+    these has changed. What may: what the tensors hold, which experts are in slots, how misses are split, and whether
+    anything is counted.
     """
 
     def __init__(self, experts: DeviceExperts, model: StepModel) -> None:
@@ -66,35 +65,26 @@ class DecodeGraph:
         """The step of so many rows; raises what its forward pass or its capture raises."""
         key = rows, length
         if key not in self._steps:
+            share = next(iter(self._steps.values()), None)
             with self._kept(self._model.moved):
-                self._model.forward(rows, length)
-                self._steps[key] = self._capture(rows, length)
+                self._steps[key] = self._experts.capture(
+                    lambda: self._model.forward(rows, length), self._model.valid[:rows], share, tailed=True
+                )
         return self._steps[key]
-
-    def _capture(self, rows: int, length: int) -> StepGraph:
-        duties: list[Duty] = []
-
-        def build(stream: Stream) -> None:
-            with self._experts.capturing(stream, rows, self._model.valid[:rows]) as capture:
-                stream.trace(lambda: self._model.forward(rows, length))
-            duties.extend(capture.duties)
-
-        self._experts.steps.drain()  # nothing waits while there is a capture
-        graph = self._device.capture(build)
-        return self._experts.steps.bind(graph, {self._experts.worker: duties})
 
     def tail(
         self, key: Hashable, work: Callable[[], object], send: Callable[[Stream], object], moved: Sequence[torch.Tensor]
     ) -> Graph:
         """The tail that does `work`, which has run before, and then sends. moved: what it changes, as `StepModel`'s."""
         if key not in self._tails:
+            steps = self._experts.host.steps
 
             def build(stream: Stream) -> None:
                 stream.trace(work)
                 send(stream)
-                stream.ring(self._experts.steps.finished_flag)
+                stream.ring(steps.finished_flag)
 
-            self._experts.steps.drain()
+            steps.drain()  # nothing waits while there is a capture
             with self._kept((*self._model.moved, *moved)):
                 self._tails[key] = self._device.capture(build)
         return self._tails[key]
@@ -104,32 +94,21 @@ class DecodeGraph:
         self._tails.pop(key, None)
 
     def forget(self) -> None:
-        """Capture steps again when they are wanted: the cache has moved. Returns when none is on its way."""
-        self._experts.steps.drain()
+        """Capture steps again when they are wanted: the cache moves. Returns when none is on its way."""
+        self._experts.host.steps.drain()
         self._steps.clear()
-
-    def launch(self, step: StepGraph, tail: Graph) -> int:
-        """A step and its tail, the number of which it returns; see `Steps.launch`."""
-        return self._experts.steps.launch(step, tail)
-
-    def wait(self, number: int) -> None:
-        """Return when a step has ended; see `Steps.wait`."""
-        self._experts.steps.wait(number)
 
     @contextlib.contextmanager
     def between(self) -> Iterator[None]:
-        """Around what the caller computes on the tensors of steps: after those launched before, before the next."""
-        current, launches = self._device.current(), self._device.launches()
-        current.after(launches.mark())
+        """Around what the caller computes on the tensors of steps: it comes after those that were launched."""
+        self._device.current().after(self._device.launches().mark())
         yield
-        launches.after(current.mark())
 
     @contextlib.contextmanager
     def _kept(self, moved: Sequence[torch.Tensor]) -> Iterator[None]:
         """These tensors, and torch's random numbers, are afterwards as they were before."""
         on = self._device.torch_device
-        cuda = [on] if on.type == "cuda" else []
-        with self.between(), torch.random.fork_rng(cuda):
+        with self.between(), torch.random.fork_rng([on] if on.type == "cuda" else []):
             before = [tensor.clone() for tensor in moved]
             try:
                 yield

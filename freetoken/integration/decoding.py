@@ -157,7 +157,6 @@ class Decoder:
                 text = _Text(input_ids, stopping_criteria, _pad(generation_config), generation_config.max_length)
                 logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
                 with torch.inference_mode(False), torch.no_grad():  # what is kept is used outside of that too
-                    self._experts.wait_until_pinned()
                     numbers = _Numbers(model.device)
                     try:
                         how = logits_processor, stopping_criteria, generation_config
@@ -296,16 +295,14 @@ class Decoder:
         tokens = way.ring.fetch(0, way.rows)
         if streamer is not None:
             streamer.release()
-        self._experts.begin_step()
-        try:
-            shown = self._loop(way, text, tokens, streamer)
-            if way.sampler.sampled and shown < way.most:
-                numbers.rewind(way.sampler.draw, shown)
-        except BaseException:
-            self._experts.steps.cancel()
-            raise
-        finally:
-            self._experts.end_step()
+        with self._experts.stepping():
+            try:
+                shown = self._loop(way, text, tokens, streamer)
+            except BaseException:
+                self._experts.host.steps.cancel()
+                raise
+        if way.sampler.sampled and shown < way.most:
+            numbers.rewind(way.sampler.draw, shown)
         if streamer is not None:
             streamer.end()
 
@@ -323,7 +320,7 @@ class Decoder:
             if text.has_ended:
                 break
         if ahead:
-            self._graph.wait(ahead)  # a step too many
+            self._experts.wait(ahead)  # a step too many
         return n + 1
 
     def _launch(self, way: _Way, n: int) -> int:
@@ -334,7 +331,7 @@ class Decoder:
         if way.prompt + n > way.length:
             self._lengthen(way, way.prompt + n)
         if way.graphs is not None:
-            return self._graph.launch(*way.graphs)
+            return self._experts.launch(*way.graphs)
         with self._graph.between():
             self._forward.forward(way.size, way.length)
             self._choose(way)
@@ -345,7 +342,7 @@ class Decoder:
         assert self._graph is not None
         if not step:
             return way.ring.fetch(n, way.rows)
-        self._graph.wait(step)
+        self._experts.wait(step)
         return way.ring.read(n, way.rows)
 
 

@@ -153,3 +153,9 @@ GPU_RESERVE = Number(
     1 << 30,
     "MiB of a GPU's free memory that experts never take: they are for activations and the attention's cache",
 )
+GRAPH = Choice(
+    "FREETOKEN_GRAPH",
+    "auto",
+    ("auto", "off"),
+    "whether generate replays decode steps of a model on a device as captured graphs; auto does where it can",
+)

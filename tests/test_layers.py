@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
     {"device", "duties", "rows"},
     {"cache", "gpu"},
     {"bandwidth", "offload", "planner"},
-    {"graph"},
+    {"decode"},
     {"fidelity", "info", "integration", "model_report"},
     {"", "__main__", "cli"},
 ]

@@ -15,6 +15,7 @@ from freetoken.checkpoint.inspect import experts_per_token
 from freetoken.device.base import Device
 from freetoken.errors import CapacityError, ConfigError, UnsupportedError
 from freetoken.executor import BoundLayer
+from freetoken.integration.graph_generate import install
 from freetoken.integration.operator import attach_layer, layer_of
 from freetoken.integration.quantizer import FreetokenQuantizer
 from freetoken.offload.experts import DeviceExperts
@@ -137,6 +138,7 @@ def move(model: Any, target: Device, asked: Asked, *, owned: bool) -> None:
         quantizer.compiles = False  # a compiled step would be captured, and experts are not, here
     for module, layer in zip(modules, experts.layers, strict=True):
         attach_layer(module, layer)
+    install(model, experts)
     weakref.finalize(model, experts.close)
     logger.info("%s: strategy %s, %d slots", target.name, room.strategy, sum(room.slots))
 

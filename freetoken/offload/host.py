@@ -143,14 +143,17 @@ class HostExperts:
         key = size, hidden, k, dtype
         if key not in self._here:
             on = self._device.torch_device
-            made = (torch.zeros(*shape, dtype=kind, device=on) for shape, kind in _kinds(*key))
-            self._here[key] = _Buffers(*made)
+            with torch.inference_mode(False):  # they are used inside and outside of that
+                self._here[key] = _Buffers(
+                    *(torch.zeros(*shape, dtype=kind, device=on) for shape, kind in _kinds(*key))
+                )
         return self._here[key], self._host_buffers(*key)
 
     def _host_buffers(self, size: int, hidden: int, k: int, dtype: torch.dtype) -> _Buffers:
         key = size, hidden, k, dtype
         if key not in self._there:
-            self._there[key] = _Buffers(*(self._device.host_tensor(*kind) for kind in _kinds(*key)))
+            with torch.inference_mode(False):
+                self._there[key] = _Buffers(*(self._device.host_tensor(*kind) for kind in _kinds(*key)))
         return self._there[key]
 
     def _graph(self, number: int, layer: BoundLayer, size: int, k: int, dtype: torch.dtype) -> StepGraph:

@@ -1,0 +1,238 @@
+"""A transformers cache in memory that stays where it is, and a forward pass on it that nothing waits for.
+
+transformers' own static cache of a sliding window decides on the host where it writes, and its masks are made anew for
+each step from what the host knows. Here all layers keep everything, at a column that the device knows, and masks are
+made on the device: they make the window, and hide padding.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+_ATTENTIONS = ("eager", "sdpa")
+"""Implementations of attention that take masks to be added and wait for nothing."""
+_KINDS = {"full_attention", "sliding_attention"}
+"""Kinds of layers that masks are made for."""
+
+
+def cache_argument(model: Any) -> str:
+    """What this version of transformers calls the cache that a forward pass takes and returns."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def why_not_fixed(model: Any) -> str | None:
+    """Why a model cannot step on a fixed cache; None if it can."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if not getattr(model, "_can_compile_fullgraph", False):
+        return f"transformers does not say of {name} that a step of it can be captured"
+    if config.is_encoder_decoder or model.config.is_encoder_decoder:
+        return f"{name} has an encoder"
+    if hasattr(model, "create_masks_for_generate"):
+        return f"{name} makes masks of its own"
+    if config._attn_implementation not in _ATTENTIONS:
+        return f"attention {config._attn_implementation!r} is none of {', '.join(_ATTENTIONS)}"
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
+    if kinds or getattr(config, "attention_chunk_size", None) is not None:
+        return f"{name} has layers of kind {', '.join(sorted(kinds)) or 'chunked_attention'}"
+    return why_not_copied(DynamicCache(config=model.config))
+
+
+def why_not_copied(cache: Any) -> str | None:
+    """Why what a cache holds cannot be copied into a fixed one; None if it can."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        return f"the cache is a {type(cache).__name__}{' that is offloaded' if type(cache) is DynamicCache else ''}"
+    strange = {
+        type(layer).__name__ for layer in cache.layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)
+    }
+    return f"its cache has layers of kind {', '.join(sorted(strange))}" if strange else None
+
+
+class _Memory:
+    """Keys and values of one layer, (rows, heads, length, width) each; none before their heads are known."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def reserve(self, rows: int, length: int, *like: torch.Tensor) -> None:
+        """At least so much, for keys and values such as these; what is there stays."""
+        olds: Sequence[torch.Tensor | None] = self.tensors or [None] * len(like)
+        self.tensors = [_grown(old, rows, length, one) for old, one in zip(olds, like, strict=True)]
+
+
+def _grown(old: torch.Tensor | None, rows: int, length: int, like: torch.Tensor) -> torch.Tensor:
+    if old is not None and old.shape[0] >= rows and old.shape[2] >= length:
+        return old
+    with torch.inference_mode(False):  # it is used inside and outside of that
+        new = torch.zeros(rows, like.shape[1], length, like.shape[3], dtype=like.dtype, device=like.device)
+    if old is not None:
+        new[: old.shape[0], :, : old.shape[2]].copy_(old)
+    return new
+
+
+class _FixedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The first rows and columns of a layer's memory, written at a column that the device knows."""
+
+    is_sliding = False
+
+    def __init__(
+        self, memory: _Memory, column: torch.Tensor, rows: int, length: int, reserved: tuple[int, int]
+    ) -> None:
+        super().__init__()
+        self._memory, self._column, self._rows, self._length = memory, column, rows, length
+        self._reserved = reserved
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._memory.reserve(*self._reserved, key_states, value_states)
+        self.keys, self.values = (whole[: self._rows, :, : self._length] for whole in self._memory.tensors)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        columns = self._column + torch.arange(key_states.shape[2], device=key_states.device)
+        self.keys.index_copy_(2, columns, key_states)
+        self.values.index_copy_(2, columns, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._length, 0
+
+    def get_seq_length(self) -> Any:
+        return self._column[0]
+
+    def get_max_length(self) -> int:
+        return self._length
+
+
+class FixedForward:
+    """A model's forward pass of few tokens on tensors that stay where they are. The model is held weakly.
+
+    vocabulary: the width of logits. rows: sequences; length: tokens of each that there is room for. Tokens (rows, 1),
+    positions (rows, 1) and the column (1,) at which all rows write are those of the next step, logits
+    (rows, vocabulary) in fp32 those of the last one; valid (rows,) bool, which rows are sequences that go on.
+    """
+
+    def __init__(self, model: Any, vocabulary: int, rows: int, length: int) -> None:
+        self._model = weakref.ref(model)
+        config = model.config.get_text_config()
+        self._cache_name = cache_argument(model)
+        self._kinds = set(getattr(config, "layer_types", None) or ())
+        self._named = hasattr(config, "layer_types")  # masks by the names of kinds
+        self._window: int | None = getattr(config, "sliding_window", None)
+        self._memories = [_Memory() for _ in DynamicCache(config=model.config).layers]
+        self._caches: dict[tuple[int, int], Cache] = {}
+        self._dtype = model.dtype
+        self._on = on = model.device
+        self.rows = rows
+        with torch.inference_mode(False):  # they are used inside and outside of that
+            self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=on)
+            self.positions = torch.zeros(rows, 1, dtype=torch.int64, device=on)
+            self.column = torch.zeros(1, dtype=torch.int64, device=on)
+            self.valid = torch.zeros(rows, dtype=torch.bool, device=on)
+            self.logits = torch.zeros(rows, vocabulary, device=on)
+            self._visible = torch.ones(rows, 0, dtype=torch.bool, device=on)
+        self.length = 0
+        self.grow(length)
+
+    def grow(self, length: int) -> bool:
+        """Make room for at least so many tokens; whether tensors that steps read have moved. What is there stays."""
+        if length <= self.length:
+            return False
+        for memory in self._memories:
+            memory.reserve(self.rows, length, *memory.tensors)
+        with torch.inference_mode(False):
+            more = torch.ones(self.rows, length - self.length, dtype=torch.bool, device=self._on)
+            self._visible = torch.cat([self._visible, more], dim=1)
+            self._columns = torch.arange(length, device=self._on)
+        self._caches.clear()
+        self.length = length
+        return True
+
+    @property
+    def moved(self) -> Sequence[torch.Tensor]:
+        """See `StepModel`."""
+        return self.tokens, self.positions, self.column, self.valid
+
+    def begin(self, cache: Any, mask: torch.Tensor | None, positions: torch.Tensor, tokens: int) -> None:
+        """Take over a prompt of so many tokens that was read with a dynamic cache, which is emptied layer by layer.
+
+        mask: (B, tokens), 0 for padding; None without any. positions: (B, 1), of the last token. The next step is that
+        of the last token; `feed` comes before it.
+        """
+        n = len(positions)
+        for memory, layer in zip(self._memories, cache.layers, strict=True):
+            memory.reserve(self.rows, self.length, layer.keys, layer.values)  # all, before anything is given up
+        for memory, layer in zip(self._memories, cache.layers, strict=True):
+            for target, source in zip(memory.tensors, (layer.keys, layer.values), strict=True):
+                target.zero_()  # what earlier texts have left may be anything, and is hidden, not skipped
+                target[:n, :, tokens - source.shape[2] : tokens].copy_(source)
+            layer.keys = layer.values = None
+        self._begin(n, tokens - 1)
+        self.positions[:n].copy_(positions)
+        if mask is not None:
+            self._visible[:n, :tokens].copy_(mask != 0)
+
+    def restart(self, rows: int) -> None:
+        """Forget all sequences; the first rows are new ones, whose first token is the next."""
+        for memory in self._memories:
+            for tensor in memory.tensors:
+                tensor.zero_()
+        self._begin(rows, 0)
+
+    def _begin(self, rows: int, column: int) -> None:
+        self.tokens.zero_()
+        self.positions.zero_()
+        self.column.fill_(column)
+        self._visible.fill_(True)
+        self.valid.fill_(False)
+        self.valid[:rows].fill_(True)
+
+    def feed(self, tokens: torch.Tensor) -> None:
+        """The next step is that of these tokens (n,), of the first n rows."""
+        self.tokens[: len(tokens), 0].copy_(tokens)
+        self.positions.add_(1)
+        self.column.add_(1)
+
+    def forward(self, rows: int, length: int) -> None:
+        """One token of each of the first rows, whose tensors may be views; see `StepModel`."""
+        self.read(self.tokens[:rows], self.positions[:rows], length)
+
+    def read(self, ids: torch.Tensor, positions: torch.Tensor, length: int) -> None:
+        """Tokens (B, T), written from the next column on; leaves logits of the last ones. The column stays."""
+        rows = len(ids)
+        given = {self._cache_name: self._cache(rows, length), "attention_mask": self._masks(rows, ids.shape[1], length)}
+        model = self._model()
+        assert model is not None, "who steps holds the model"
+        out = model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **given)
+        self.logits[:rows].copy_(out.logits[:, -1])
+
+    def _cache(self, rows: int, length: int) -> Cache:
+        if (rows, length) not in self._caches:
+            whole = self.rows, self.length
+            layers = [_FixedLayer(memory, self.column, rows, length, whole) for memory in self._memories]
+            self._caches[rows, length] = Cache(layers=layers)
+        return self._caches[rows, length]
+
+    def _masks(self, rows: int, tokens: int, length: int) -> Any:
+        """What to add to the scores (rows, 1, tokens, length): for each kind of layers, or for all."""
+        columns = self._columns[:length]
+        at = (self.column + self._columns[:tokens])[:, None]
+        hidden = (columns > at) | ~self._visible[:rows, None, :length]
+        if self._named:
+            windows = {kind: self._window if kind == "sliding_attention" else None for kind in self._kinds}
+            return {kind: self._mask(hidden, columns, at, window) for kind, window in windows.items()}
+        return self._mask(hidden, columns, at, self._window)
+
+    def _mask(self, hidden: torch.Tensor, columns: torch.Tensor, at: torch.Tensor, window: int | None) -> torch.Tensor:
+        if window is not None:
+            hidden = hidden | (columns <= at - window)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
+        return mask.masked_fill(hidden, torch.finfo(self._dtype).min)[:, None]

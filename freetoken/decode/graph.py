@@ -67,8 +67,9 @@ class DecodeGraph:
         if key not in self._steps:
             share = next(iter(self._steps.values()), None)
             with self._kept(self._model.moved):
+                valid = None if rows == 1 else self._model.valid[:rows]  # a step of no row is never launched
                 self._steps[key] = self._experts.capture(
-                    lambda: self._model.forward(rows, length), self._model.valid[:rows], share, tailed=True
+                    lambda: self._model.forward(rows, length), valid, share, tailed=True
                 )
         return self._steps[key]
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from freetoken.errors import ConfigError
 from freetoken.gpu.tables import MOST_ROUTES
 
+_NEARLY = 1.03
+"""What a split may cost that fetches more: an expert that is used again soon saves a whole miss."""
 EXPECTED = '"auto", a share of what is missing from 0.0 to 1.0, or a number of experts from 0'
 
 
@@ -42,8 +44,9 @@ class Prices:
         return max(fetched * self.fetch_beside, self.hand_off + left * self.compute_beside)
 
     def choose(self, missing: int) -> int:
-        """How many to fetch; of equally fast splits the one that fetches more, since what is fetched stays."""
-        return min(range(missing, -1, -1), key=lambda fetched: self.cost(missing, fetched))
+        """How many to fetch: of splits nearly as fast the one that fetches most, since what is fetched stays."""
+        costs = [self.cost(missing, fetched) for fetched in range(missing + 1)]
+        return max(fetched for fetched, cost in enumerate(costs) if cost <= min(costs) * _NEARLY)
 
 
 def parse_max_fetch(value: str | float) -> Callable[[int], int] | None:

@@ -55,7 +55,7 @@ class Model:
             (self.device.host_tensor(shape, kind), torch.zeros(*shape, dtype=kind, device=on)) for shape, kind in kinds
         )
         back, took = self.device.host_tensor(*kinds[0]), self.device.host_tensor((1,), torch.int64)
-        times = torch.zeros(2, dtype=torch.int64, device=on)
+        times = torch.zeros(3, dtype=torch.int64, device=on)
         return Trip(*self.device.flags(2), sent[1][1], sent, back, took, times, self.waited, self.counting)
 
     def _work(self, i: int) -> LayerWork:

@@ -124,6 +124,7 @@ class Decoder:
         self._lock = threading.Lock()
         self._thread = 0  # which has it
         self._forward: FixedForward | None = None
+        self._placed: object = None  # where that found the model
         self._graph: DecodeGraph | None = None
         self._samplers: dict[Hashable, tuple[Sampler, TokenRing]] = {}
         self._eager: set[tuple[int, int]] = set()  # rows and lengths of steps that there was no memory to capture
@@ -154,9 +155,9 @@ class Decoder:
                 why = self._why_not(model, input_ids, logits_processor, generation_config, model_kwargs)
                 if why:
                     raise UnsuitedError(why)
-                text = _Text(input_ids, stopping_criteria, _pad(generation_config), generation_config.max_length)
                 logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
                 with torch.inference_mode(False), torch.no_grad():  # what is kept is used outside of that too
+                    text = _Text(input_ids, stopping_criteria, _pad(generation_config), generation_config.max_length)
                     numbers = _Numbers(model.device)
                     try:
                         how = logits_processor, stopping_criteria, generation_config
@@ -245,9 +246,11 @@ class Decoder:
 
     def _reserve(self, model: Any, vocabulary: int, size: int, length: int) -> tuple[FixedForward, DecodeGraph]:
         """With room for so many rows and tokens."""
-        if self._forward is None or self._graph is None or self._forward.rows < size:
+        placed = _placed(model)
+        if self._forward is None or self._graph is None or self._forward.rows < size or placed != self._placed:
             self._forward = self._graph = None
             self._samplers.clear()
+            self._placed = placed
             self._forward = FixedForward(model, vocabulary, size, length)
             self._graph = DecodeGraph(self._experts, self._forward)
         elif length > self._forward.length:
@@ -348,7 +351,13 @@ class Decoder:
 
 def _room(ids: torch.Tensor, config: Any) -> int:
     """Tokens that a cache has room for at first."""
-    return max(1, min(config.max_length - 1, ids.shape[1] + _AHEAD))
+    return max(1, min(int(config.max_length) - 1, ids.shape[1] + _AHEAD))
+
+
+def _placed(model: Any) -> object:
+    """What graphs of a model depend on: where its tensors lie, and how it attends."""
+    tensors = (*model.parameters(), *model.buffers())
+    return model.config.get_text_config()._attn_implementation, tuple(tensor.data_ptr() for tensor in tensors)
 
 
 def _pad(config: Any) -> int | None:

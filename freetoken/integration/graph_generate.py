@@ -10,6 +10,7 @@ import copy
 import inspect
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from freetoken import settings
 from freetoken.errors import FreeTokenError
 from freetoken.integration.decoding import Decoder, UnsuitedError
 from freetoken.integration.fixed_cache import why_not_fixed
+from freetoken.integration.operator import check_fork
 from freetoken.offload.experts import DeviceExperts
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,6 @@ class Generate:
         self.__doc__ = self._plain.__doc__
         self.__signature__ = inspect.signature(self._plain.__get__(model))
         self._decoder = Decoder(experts)
-        self._why = why_not_fixed(model)
         self._said: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +54,7 @@ class Generate:
         bound = self.__signature__.bind_partial(*args, **kwargs).arguments
         given = bound | bound.pop("kwargs", {})
         given.setdefault("disable_compile", True)  # a compiled step would be captured by torch, which knows no duties
-        why = self._why or self._decoder.why_not or _why_not_ours(model, given)
+        why = self._decoder.why_not or _why_not_ours(model, given) or why_not_fixed(model)
         if not why:
             try:
                 return self._replay(model, given)
@@ -82,7 +83,21 @@ def _why_not_ours(model: Any, given: dict[str, Any]) -> str | None:
         return f"{', '.join(strange)} was given"
     if model.generation_config.stop_strings is not None:
         return "the model's own generation config has stop strings"
-    return None
+    if model.training:
+        return "the model is in training mode"
+    hooked = [type(m).__name__ for m in model.modules() if any(map(_is_strange, (*_hooks(m), *_hooks(m, "_pre"))))]
+    return f"hooks are registered on {', '.join(sorted(set(hooked)))}" if hooked else None
+
+
+def _hooks(module: torch.nn.Module, when: str = "") -> Iterable[Any]:
+    """What torch calls before or after a module's forward, which no replay does."""
+    found: dict[int, Any] = getattr(module, f"_forward{when}_hooks")
+    return found.values()
+
+
+def _is_strange(hook: Any) -> bool:
+    """Whether a hook is not one that every model here has."""
+    return getattr(hook, "func", None) is not check_fork
 
 
 def _with_stop_strings(given: dict[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
-def _check_fork(forks: int, module: torch.nn.Module, args: object) -> None:
+def check_fork(forks: int, module: torch.nn.Module, args: object) -> None:
+    """A hook before a model's forward: refuses it where the process has forked since."""
     if forks != _forks:  # a plain number: os.getpid could not be traced by torch.compile
         raise forked_error()
 
@@ -105,4 +106,4 @@ def _check_fork(forks: int, module: torch.nn.Module, args: object) -> None:
 def refuse_after_fork(model: torch.nn.Module) -> None:
     """Make the model raise `UnsupportedError` when it is called in a child of this process."""
     for entry in {model, getattr(model, "base_model", model)}:
-        entry.register_forward_pre_hook(functools.partial(_check_fork, _forks))
+        entry.register_forward_pre_hook(functools.partial(check_fork, _forks))

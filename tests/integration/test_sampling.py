@@ -60,10 +60,7 @@ def theirs(processors: list[Any], logits: torch.Tensor, ids: torch.Tensor, sampl
     going = torch.ones(B, dtype=torch.int64)
     for one in logits:
         scores = LogitsProcessorList(processors)(ids, one.clone())
-        if sampled:
-            tokens = torch.multinomial(torch.softmax(scores, -1), 1).squeeze(1)
-        else:
-            tokens = scores.argmax(-1)
+        tokens = torch.multinomial(torch.softmax(scores, -1), 1).squeeze(1) if sampled else scores.argmax(-1)
         tokens = tokens * going + pad * (1 - going)
         ids = torch.cat([ids, tokens[:, None]], 1)
         going = going & ~torch.isin(tokens, ENDS)

@@ -29,12 +29,15 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 """Scores (B, vocabulary) in, scores out."""
 
 _ALONE = (
-    EpsilonLogitsWarper, InfNanRemoveLogitsProcessor, LogitNormalization, MinPLogitsWarper, TemperatureLogitsWarper,
-    TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper,
+    EpsilonLogitsWarper, LogitNormalization, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper,
+    TopPLogitsWarper, TypicalLogitsWarper,
 )  # fmt: skip
-"""Processors that need the scores alone and wait for nothing."""
+"""Processors that need the scores alone and wait for nothing: they bring no number from the host, as torch.where
+does."""
 _LENGTHS = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
-_KNOWN = (*_ALONE, *_LENGTHS, RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor)
+_KNOWN = (
+    *_ALONE, *_LENGTHS, InfNanRemoveLogitsProcessor, RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor,
+)  # fmt: skip
 
 
 def unknown(processors: Sequence[Any]) -> list[str]:
@@ -95,7 +98,7 @@ class Sampler:
         else:
             tokens = scores.argmax(-1)
         if len(self._ends):
-            tokens = torch.where(self._valid, tokens, self._pad)
+            tokens = tokens.masked_fill(~self._valid, self._pad)
             self._valid.logical_and_((tokens[:, None] != self._ends).all(-1))
         self._length.add_(1)
         for seen in self._seen:
@@ -120,7 +123,15 @@ class Sampler:
         if type(processor) is SuppressTokensLogitsProcessor:
             never = _marked(processor.suppress_tokens, vocabulary, on)
             return lambda scores: scores.masked_fill(never, -torch.inf)
+        if type(processor) is InfNanRemoveLogitsProcessor:
+            return _finite
         return lambda scores: processor(None, scores)
+
+
+def _finite(scores: torch.Tensor) -> torch.Tensor:
+    """Numbers for what is none."""
+    ends = torch.finfo(scores.dtype)
+    return scores.nan_to_num(0.0, ends.max, ends.min)
 
 
 class _Penalty:

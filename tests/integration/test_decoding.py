@@ -1,4 +1,4 @@
-"""`generate` in captured steps gives the tokens of transformers' own loop, whatever is asked of it and whatever fails."""
+"""`generate` in captured steps gives the tokens of transformers' own loop, whatever is asked and whatever fails."""
 
 from __future__ import annotations
 
@@ -359,8 +359,8 @@ def test_no_memory_for_a_capture(
     model = place(tiny, device)
     capture = DeviceExperts.capture
 
-    def fail(self: Any, forward: Any, valid: torch.Tensor, *rest: Any, **how: Any) -> Any:
-        if len(valid) > 2:
+    def fail(self: Any, forward: Any, valid: torch.Tensor | None, *rest: Any, **how: Any) -> Any:
+        if valid is not None and len(valid) > 2:
             raise torch.OutOfMemoryError("no")
         return capture(self, forward, valid, *rest, **how)
 

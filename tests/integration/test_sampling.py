@@ -29,14 +29,17 @@ B, T, V, STEPS = 3, 5, 40, 12
 ENDS = torch.tensor([2, 7])
 
 
-def behind_padding(penalty: float) -> RepetitionPenaltyLogitsProcessor:
-    """Older versions of transformers count padding too, and take a number alone."""
+def takes_tensors() -> bool:
+    """Older versions of transformers count padding too, and all tokens of a prompt must have logits."""
     try:
-        return RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=torch.tensor([2, 0, 4]))
+        RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=torch.tensor([1]))
     except ValueError:
-        return RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=2)
+        return False
+    return True
 
 
+PADDING = torch.tensor([2, 0, 4]) if takes_tensors() else 2
+HIGHEST = V + 3 if takes_tensors() else V
 CASES: dict[str, list[Any]] = {
     "nothing": [],
     "temperature": [TemperatureLogitsWarper(0.7)],
@@ -44,7 +47,7 @@ CASES: dict[str, list[Any]] = {
     "min_p": [MinPLogitsWarper(0.1, min_tokens_to_keep=2)],
     "others": [TypicalLogitsWarper(0.9), EpsilonLogitsWarper(0.01), LogitNormalization()],
     "penalty": [RepetitionPenaltyLogitsProcessor(1.5)],
-    "penalty behind padding": [behind_padding(0.6)],
+    "penalty behind padding": [RepetitionPenaltyLogitsProcessor(0.6, prompt_ignore_length=PADDING)],
     "penalty without a prompt": [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=T)],
     "lengths": [MinLengthLogitsProcessor(9, ENDS), MinNewTokensLengthLogitsProcessor(T, 6, torch.tensor([3]))],
     "suppressed": [InfNanRemoveLogitsProcessor(), SuppressTokensLogitsProcessor([4, 5, 6])],
@@ -78,7 +81,9 @@ def test_the_tokens_of_transformers(name: str, sampled: bool) -> None:
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn(STEPS, B, V, generator=generator) * 2
-        ids = torch.randint(0, V + 3, (B, T), generator=generator)  # prompts may hold tokens that have no logits
+        if name == "suppressed":
+            logits[0, 0, :3], logits[3, :, 9] = torch.tensor([torch.nan, torch.inf, -torch.inf]), torch.nan
+        ids = torch.randint(0, HIGHEST, (B, T), generator=generator)
         torch.manual_seed(seed)
         expected = theirs(processors, logits, ids, sampled, 1)
         after = torch.get_rng_state()

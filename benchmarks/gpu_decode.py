@@ -11,9 +11,7 @@ before (`rates.py`); and a run, or with --graph a replay, of the same model whos
 
 import argparse
 import contextlib
-import copy
 import gc
-import inspect
 import itertools
 import json
 import os
@@ -32,12 +30,13 @@ import torch
 from race import processor
 from rates import Rates, byte_seconds, measure, wait_for
 from synthetic import SHAPES, Routing, Synthetic, draw_routes, stubbed
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 import freetoken
 from freetoken import formats
 from freetoken.errors import DeviceError, FreeTokenError, UnsupportedError
 from freetoken.integration.device import place
+from freetoken.integration.fixed_cache import FixedForward, cache_argument, why_not_fixed
 from freetoken.integration.operator import layer_of
 from freetoken.offload.experts import DeviceExperts, Usage
 from freetoken.offload.pinning import REFUSED
@@ -147,43 +146,37 @@ class Table:
         self._torn = False
 
 
-def cache_argument(model: Any) -> str:
-    """What this version of transformers calls the cache that a forward pass takes and returns."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-
-
 class Decoder:
     """Greedy decoding in transformers' own forward; nothing of a step waits for the device, nor it for the host.
 
-    The cache is static but for a family that has none. transformers' static cache of a sliding window decides on the
-    host where it writes, and its masks for such families are copied from the host: there all layers keep everything,
-    and the masks are made here. length: tokens that there is room for.
+    The cache is the one that `generate` has in graphs, but for a family that cannot step on it. length: tokens that
+    there is room for.
     """
 
     def __init__(self, model: Any, batch: int, length: int, device: torch.device) -> None:
         self.model, self.batch, self.device = model, batch, device
-        self._cache_name = cache_argument(model)
-        self.is_static = bool(getattr(model, "_can_compile_fullgraph", False))
-        kinds = getattr(model.config, "layer_types", None) or ()
-        self._window = model.config.sliding_window if self.is_static and "sliding_attention" in kinds else None
+        vocabulary = model.config.get_text_config().vocab_size
+        self.fixed = None if why_not_fixed(model) else FixedForward(model, vocabulary, batch, length)
         self._length = length
-        self._columns = torch.arange(length, device=device)
         self.restart()
 
     def restart(self) -> None:
         """Forget the sequences, and the graph."""
-        self.cache = self._make_cache()
-        self.token = torch.zeros(self.batch, 1, dtype=torch.int64, device=self.device)
-        self.position = torch.zeros(self.batch, 1, dtype=torch.int64, device=self.device)
+        if self.fixed is not None:
+            self.fixed.restart(self.batch)
+            self.token, self.position = self.fixed.tokens, self.fixed.positions
+        else:
+            self._cache = DynamicCache(config=self.model.config)
+            self.token = torch.zeros(self.batch, 1, dtype=torch.int64, device=self.device)
+            self.position = torch.zeros(self.batch, 1, dtype=torch.int64, device=self.device)
         self._graph: Any = None
         self._experts: DeviceExperts | None = None
         self._last = 0
 
     def read(self, ids: torch.Tensor) -> None:
         """A prompt, (batch, tokens)."""
-        positions = self.position + self._columns[: ids.shape[1]]
+        positions = self.position + torch.arange(ids.shape[1], device=self.device)
         self._forward(ids, positions)
-        self.position.add_(ids.shape[1])
 
     def capture(self, experts: DeviceExperts | None = None) -> None:
         """From now on a step is a replay of this one, which with experts is run once before it is captured.
@@ -192,7 +185,7 @@ class Decoder:
         """
         graph: Any = None
         try:
-            if not self.is_static:
+            if self.fixed is None:
                 raise RuntimeError("its cache grows")
             if experts is not None:
                 graph = experts.capture(self.step)
@@ -220,42 +213,21 @@ class Decoder:
             self._graph.replay()
         else:
             self._forward(self.token, self.position)
-            self.position.add_(1)
 
     def wait(self) -> None:
         """Until all steps of a graph with experts are done: they may wait for the host, so the device is not asked."""
         if self._experts is not None:
             self._experts.wait(self._last)
 
-    def _make_cache(self) -> Any:
-        config = self.model.config
-        if not self.is_static:
-            return DynamicCache(config=config)
-        if self._window is not None:
-            config = copy.deepcopy(config)
-            config.layer_types, config.sliding_window = ["full_attention"] * config.num_hidden_layers, None
-        return StaticCache(config=config, max_cache_len=self._length)
-
-    def _masks(self, positions: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        """What to add to the scores (batch, 1, tokens, length), for layers that see all and for others."""
-        if self._window is None:
-            return None
-        at = positions[:, None, :, None]
-        late = self._columns > at
-        far = late | (self._columns <= at - self._window)
-        nothing, least = (
-            torch.zeros(late.shape, dtype=self.model.dtype, device=self.device),
-            torch.finfo(self.model.dtype).min,
-        )
-        return {
-            "full_attention": nothing.masked_fill(late, least),
-            "sliding_attention": nothing.masked_fill(far, least),
-        }
-
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
-        given = {self._cache_name: self.cache, "attention_mask": self._masks(positions)}
+        if self.fixed is not None:
+            self.fixed.read(ids, positions, self._length)
+            self.fixed.feed(self.fixed.logits.argmax(-1), ids.shape[1])
+            return
+        given = {cache_argument(self.model): self._cache}
         out = self.model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **given)
         self.token.copy_(out.logits[:, -1:].argmax(-1))
+        self.position.add_(ids.shape[1])
 
 
 def time_blocks(decoder: Decoder, blocks: int) -> list[float]:

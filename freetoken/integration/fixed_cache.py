@@ -195,11 +195,11 @@ class FixedForward:
         self.valid.fill_(False)
         self.valid[:rows].fill_(True)
 
-    def feed(self, tokens: torch.Tensor) -> None:
-        """The next step is that of these tokens (n,), of the first n rows."""
+    def feed(self, tokens: torch.Tensor, after: int = 1) -> None:
+        """The next step is that of these tokens (n,), of the first n rows, which come after so many others."""
         self.tokens[: len(tokens), 0].copy_(tokens)
-        self.positions.add_(1)
-        self.column.add_(1)
+        self.positions.add_(after)
+        self.column.add_(after)
 
     def forward(self, rows: int, length: int) -> None:
         """One token of each of the first rows, whose tensors may be views; see `StepModel`."""

@@ -118,19 +118,19 @@ class GreedyDifference:
 
 
 def compare_greedy(one: Any, other: Any, prompt: torch.Tensor, max_new_tokens: int) -> GreedyDifference:
-    """Continue a prompt (1, N) of token ids greedily with both models.
+    """Continue a prompt (1, N) of token ids greedily with both models; the second one as its `generate` does it.
 
     Models that differ in rounding alone part only where two tokens are nearly as likely: a large margin is a fault.
     """
 
-    def run(model: Any) -> Any:
+    def run(model: Any, **how: Any) -> Any:
         ids = prompt.to(model.device)
-        how = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        how |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
         with torch.inference_mode():
-            return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **how)
+            return model.generate(ids, **how)
 
-    first, second = run(one), run(other)
-    texts = [result.sequences[0, prompt.shape[1] :].tolist() for result in (first, second)]
+    first, second = run(one, return_dict_in_generate=True, output_logits=True), run(other)
+    texts = [ids[0, prompt.shape[1] :].tolist() for ids in (first.sequences, second)]
     shared = min(map(len, texts))
     for position, (mine, yours) in enumerate(zip(*texts, strict=False)):
         if mine != yours:

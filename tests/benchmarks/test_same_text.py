@@ -31,9 +31,9 @@ def test_equal_strategies(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FREETOKEN_GPU_RESERVE", "0")
-    assert same_text.main([*arguments, "--strategy", "cpu", "offload"], SimulatedDevice()) == 0
+    assert same_text.main([*arguments, "--strategy", "cpu", "offload", "hybrid:0.5"], SimulatedDevice()) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["no", "cpu", "offload"]
+    assert [line.split()[0] for line in lines[2:]] == ["no", "cpu", "offload", "hybrid:0.5"]
     assert all("1 of 1 equal" in line for line in lines[3:]) and len({line.split()[-6] for line in lines[3:]}) == 1
 
 
@@ -52,7 +52,7 @@ def test_a_strategy_that_is_wrong(
 
 
 def test_faults() -> None:
-    one = same_text.Row("no device", 20.0, 21.0, 4)
-    assert same_text.Row("cpu", 20.0199, 21.0, 4, ((3, 0.4),)).faults(one, 0.5) == []
-    assert len(same_text.Row("cpu", 20.03, 21.0, 4).faults(one, 0.5)) == 1
-    assert len(same_text.Row("cpu", 20.0, float("nan"), 4, ((3, 0.4), (9, 0.6))).faults(one, 0.5)) == 2
+    one = same_text.Row("no device", 20.0, 21.0, None, 4)
+    assert same_text.Row("cpu", 20.0199, 21.0, 21.0, 4, ((3, 0.4),)).faults(one, 0.5) == []
+    assert len(same_text.Row("cpu", 20.03, 21.0, 21.0, 4).faults(one, 0.5)) == 1
+    assert len(same_text.Row("cpu", 20.0, float("nan"), 21.0, 4, ((3, 0.4), (9, 0.6))).faults(one, 0.5)) == 2

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,12 @@ import freetoken
 from freetoken.decode import graph
 from freetoken.device.base import Device
 from freetoken.device.simulated import SimulatedDevice
-from freetoken.errors import FreeTokenError, StepError
+from freetoken.errors import ClosedError, FreeTokenError, StepError
+from freetoken.executor import BoundLayer
 from freetoken.integration.device import open_device
 from freetoken.integration.fixed_cache import FixedForward, cache_argument
 from freetoken.offload.experts import DeviceExperts
+from freetoken.offload.host import HandOff, HostExperts
 from tests.integration.test_device import experts_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -436,25 +442,111 @@ def test_an_interrupt(tiny: Path, replays: list[int]) -> None:
     check_same(model, replays, NEW - 1, **given)
 
 
-def test_a_duty_that_fails(tiny: Path, device: Device, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def before_work(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What the host does first in its next layer, the last one first; its work is done in Python here."""
+    first: list[Callable[[], object]] = []
+    plain = HostExperts.hand_off
+
+    def hand_off(self: HostExperts, number: int, layer: BoundLayer, *how: Any) -> HandOff:
+        found = plain(self, number, layer, *how)
+
+        def work() -> None:
+            if first:
+                first.pop()()
+            found.there.out.copy_(layer.run(found.there.x, found.there.ids, found.there.weights))
+
+        return replace(found, duty=replace(found.duty, work=work))
+
+    monkeypatch.setattr(HostExperts, "hand_off", hand_off)
+    return first
+
+
+def test_a_duty_that_fails(tiny: Path, device: Device, replays: list[int], before_work: Any) -> None:
     """The error names the layer; then all is well again."""
     model = place(tiny, device)
-    failing: list[int] = []
 
-    def make(kernel: Any, x: Any, ids: Any, weights: Any, out: Any, *_: Any) -> Any:
-        def work() -> None:
-            if failing:
-                raise ValueError(f"of {failing.pop()}")
-            inputs = (torch.from_numpy(array) for array in (x, ids, weights))
-            out[:] = layer(*inputs)
+    def fail() -> None:
+        raise ValueError("of 3")
 
-        layer = next(one.bound for one in experts_of(model).layers if one.bound.kernel is kernel).run
-        return work
-
-    monkeypatch.setattr("freetoken.offload.host.LayerWork", make)
-    with pytest.raises(StepError, match=r"layer 0, experts failed: ValueError: of 3"):
-        model.generate(**prompts(1, device), max_new_tokens=NEW, streamer=Breaking(lambda: failing.append(3)))
+    with pytest.raises(StepError, match=r"layer \d, experts failed: ValueError: of 3"):
+        model.generate(**prompts(1, device), max_new_tokens=NEW, streamer=Breaking(lambda: before_work.append(fail)))
     check_same(model, replays, NEW - 1, **prompts(1, device), max_new_tokens=NEW)
+
+
+@pytest.fixture
+def cuda() -> Iterator[Device]:
+    """Faults in real time, whatever the other tests' device is."""
+    found = open_device("cuda")
+    assert found is not None
+    yield found
+    gc.collect()
+    found.close()
+
+
+@pytest.mark.gpu
+def test_a_duty_that_never_returns(
+    tiny: Path, cuda: Device, replays: list[int], before_work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up after the deadline, by name; when it has returned all is well again."""
+    monkeypatch.setenv("FREETOKEN_STEP_DEADLINE", "1")
+    model, back = place(tiny, cuda), threading.Event()
+    given = prompts(1, cuda) | {"max_new_tokens": NEW}
+    with pytest.raises(StepError, match=r"layer \d, experts"):
+        model.generate(**given, streamer=Breaking(lambda: before_work.append(back.wait)))
+    back.set()
+    steps, end = experts_of(model).host.steps, time.monotonic() + 20
+    while not steps.usable:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    check_same(model, replays, NEW - 1, **given)
+
+
+@pytest.mark.gpu
+def test_ctrl_c_in_a_replay(tiny: Path, cuda: Device, replays: list[int], before_work: Any) -> None:
+    """The prompt is back while the host's work of the step still goes on."""
+    model, back, working = place(tiny, cuda), threading.Event(), threading.Event()
+    given = prompts(1, cuda) | {"max_new_tokens": NEW}
+
+    def interrupt() -> None:
+        working.wait(20)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def work() -> None:
+        working.set()
+        back.wait(20)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(**given, streamer=Breaking(lambda: before_work.append(work)))
+    assert working.is_set() and not back.is_set()
+    back.set()
+    thread.join()
+    check_same(model, replays, NEW - 1, **given)
+
+
+@pytest.mark.gpu
+def test_closing_in_a_replay(tiny: Path, cuda: Device, before_work: Any) -> None:
+    """By another thread, while the host works for the step: an error, nothing hangs, and the model says what it is."""
+    model, working = place(tiny, cuda), threading.Event()
+    experts, given = experts_of(model), prompts(1, cuda) | {"max_new_tokens": NEW}
+
+    def close() -> None:
+        working.wait(20)
+        experts.close()
+
+    def work() -> None:
+        working.set()
+        time.sleep(0.3)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    with pytest.raises((StepError, ClosedError)):
+        model.generate(**given, streamer=Breaking(lambda: before_work.append(work)))
+    thread.join()
+    with pytest.raises((StepError, ClosedError)):
+        model.generate(**given)
 
 
 def test_calls_from_threads_and_from_within(placed: Any, device: Device) -> None:

@@ -1,13 +1,14 @@
 /* A standing team: thread 0 opens the gate, all do the same work with their numbers, and meet at its end.
  *
- * Threads that wait at the gate spin for some tenths of a millisecond, which is longer than the dense part of a layer on a
- * GPU takes, and then sleep: a team that is not used costs nothing.
+ * Threads that wait at the gate spin for some milliseconds, which is longer than some layers on a GPU take that leave nothing
+ * to the host, and then sleep: a team that is not used costs nothing. Waking 14 sleeping threads took 0.2 ms, four times
+ * what they were woken for.
  */
 #ifndef FREETOKEN_GATE_H
 #define FREETOKEN_GATE_H
 #include "barrier.h"
 
-enum { FT_GATE_SPINS = 20000 };
+enum { FT_GATE_SPINS = 100000 };
 
 /* before, after: by thread 0 alone, may be NULL; work: by `threads` threads or fewer. */
 typedef struct {

@@ -155,8 +155,7 @@ class Decoder:
 
     def __init__(self, model: Any, batch: int, length: int, device: torch.device) -> None:
         self.model, self.batch, self.device = model, batch, device
-        vocabulary = model.config.get_text_config().vocab_size
-        self.fixed = None if why_not_fixed(model) else FixedForward(model, vocabulary, batch, length)
+        self.fixed = None if why_not_fixed(model) else FixedForward(model, batch, length)
         self._length = length
         self.restart()
 

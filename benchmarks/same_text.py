@@ -101,7 +101,7 @@ def _replay(model: Any, experts: DeviceExperts, pieces: torch.Tensor) -> float:
     n, length = len(pieces), pieces.shape[1] - 1
     rows = size_of(n)
     assert rows is not None, "most pieces of a replay are as many as the largest graph has rows"
-    forward = FixedForward(model, model.config.get_text_config().vocab_size, rows, length_of(length))
+    forward = FixedForward(model, rows, length_of(length))
     graph = DecodeGraph(experts, forward)
     loss = torch.zeros((), device=model.device)
     forward.restart(n)

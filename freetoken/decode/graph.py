@@ -66,7 +66,7 @@ class DecodeGraph:
         key = rows, length
         if key not in self._steps:
             share = next(iter(self._steps.values()), None)
-            with self._kept(self._model.moved):
+            with self.unmoved():
                 valid = None if rows == 1 else self._model.valid[:rows]  # a step of no row is never launched
                 self._steps[key] = self._experts.capture(
                     lambda: self._model.forward(rows, length), valid, share, tailed=True
@@ -76,7 +76,7 @@ class DecodeGraph:
     def tail(
         self, key: Hashable, work: Callable[[], object], send: Callable[[Stream], object], moved: Sequence[torch.Tensor]
     ) -> Graph:
-        """The tail that does `work`, which has run before, and then sends. moved: what it changes, as `StepModel`'s."""
+        """The tail that does `work` and then sends. moved: what it changes besides, as `StepModel`'s."""
         if key not in self._tails:
             steps = self._experts.host.steps
 
@@ -86,7 +86,8 @@ class DecodeGraph:
                 stream.ring(steps.finished_flag)
 
             steps.drain()  # nothing waits while there is a capture
-            with self._kept((*self._model.moved, *moved)):
+            with self.unmoved(moved):
+                work()
                 self._tails[key] = self._device.capture(build)
         return self._tails[key]
 
@@ -106,10 +107,11 @@ class DecodeGraph:
         yield
 
     @contextlib.contextmanager
-    def _kept(self, moved: Sequence[torch.Tensor]) -> Iterator[None]:
-        """These tensors, and torch's random numbers, are afterwards as they were before."""
+    def unmoved(self, more: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+        """What a step moves, these tensors and torch's random numbers are afterwards as they were before."""
         on = self._device.torch_device
         with self.between(), torch.random.fork_rng([on] if on.type == "cuda" else []):
+            moved = (*self._model.moved, *more)
             before = [tensor.clone() for tensor in moved]
             try:
                 yield

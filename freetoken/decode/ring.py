@@ -27,18 +27,18 @@ class TokenRing:
         return self.count, self._here
 
     def write(self, tokens: torch.Tensor) -> None:
-        """The tokens (n,) of a step, of the first n rows; on the device."""
-        self._here[:, : len(tokens)].index_copy_(0, self.count % LENGTH, tokens[None])
+        """The tokens (rows,) of a step; on the device."""
+        self._here.index_copy_(0, self.count % LENGTH, tokens[None])
         self.count.add_(1)
 
     def send(self, stream: Stream) -> None:
         """All of them to the host."""
         stream.copy(self._there, self._here)
 
-    def read(self, step: int, rows: int) -> torch.Tensor:
-        """The tokens (rows,) of a step that has ended, counted from 0."""
-        return self._there[step % LENGTH, :rows].clone()
+    def read(self, step: int) -> torch.Tensor:
+        """The tokens (rows,) of a step that was sent and has ended, counted from 0."""
+        return self._there[step % LENGTH].clone()
 
-    def fetch(self, step: int, rows: int) -> torch.Tensor:
+    def fetch(self, step: int) -> torch.Tensor:
         """The same of a step that was not sent; waits for the device."""
-        return self._here[step % LENGTH, :rows].cpu()
+        return self._here[step % LENGTH].cpu()

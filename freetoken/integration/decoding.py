@@ -1,7 +1,8 @@
 """The loop of `generate` in captured steps, from the logits of a prompt on.
 
-A step is launched, and while it runs the tokens of the step before are looked at: that a text has ended is known one
-step late, and the step too many is dropped.
+Before the prompt is read all is captured: the step, which runs on whatever lies in its tensors, and the tail that
+chooses tokens. From then on a step is launched, and while it runs the tokens of the step before are looked at: that a
+text has ended is known one step late, and the step too many is dropped.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from freetoken.device.base import Graph
 from freetoken.duties.steps import StepGraph
 from freetoken.errors import DeviceError, StepError
 from freetoken.integration.fixed_cache import FixedForward, cache_argument, why_not_copied
+from freetoken.integration.generated import Generated
 from freetoken.integration.sampling import Sampler, sampler_key, unknown
 from freetoken.offload.experts import DeviceExperts
 
@@ -55,78 +57,24 @@ class Streamer(Protocol):
         """There will be no more."""
 
 
-class _Text:
-    """What is generated, as transformers' loop has it, but on the host.
-
-    prompts: (B, T). longest: tokens of each with the prompt; pad: what comes after one that has ended.
-    """
-
-    def __init__(self, prompts: torch.Tensor, criteria: Sequence[Any], pad: int | None, longest: int) -> None:
-        self._prompts, self._criteria = prompts, criteria
-        self._pad = pad if any(hasattr(criterion, "eos_token_id") for criterion in criteria) else None
-        self._going = torch.ones(len(prompts), dtype=torch.int64)
-        self._ids = torch.empty(len(prompts), longest, dtype=torch.int64)
-        self._n = prompts.shape[1]
-        self._ids[:, : self._n].copy_(prompts)
-
-    def add(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The next token of each text (B,), padding where one has ended."""
-        if self._pad is not None:
-            tokens = tokens * self._going + self._pad * (1 - self._going)
-        self._ids[:, self._n] = tokens
-        self._n += 1
-        here = self._ids[:, : self._n]
-        there: torch.Tensor | None = None
-        for criterion in self._criteria:
-            if type(criterion).__module__.startswith("transformers."):
-                ended = criterion(here, None)
-            else:  # it may compare with tensors of its own
-                there = here.to(self._prompts.device, copy=True) if there is None else there
-                ended = torch.as_tensor(criterion(there, None)).cpu()
-            self._going *= ~ended
-        return tokens
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether all texts have."""
-        return not bool(self._going.any())
-
-    def result(self) -> torch.Tensor:
-        """(B, tokens): prompts and what was generated."""
-        new = self._ids[:, self._prompts.shape[1] : self._n]
-        return torch.cat([self._prompts, new.to(self._prompts.device)], dim=1)
-
-
 @dataclass
-class _Way:
-    """How the texts of one call are decoded.
+class _Kept:
+    """What stays between calls. placed: where the model's tensors lay."""
 
-    prompt: tokens before; most: new ones. size: rows of a step. length: columns that steps see now; graphs: none where
-    steps of that length are not captured.
-    """
-
-    prompt: int
-    most: int
-    rows: int
-    size: int
-    key: Hashable
-    sampler: Sampler
-    ring: TokenRing
-    length: int = 0
-    graphs: tuple[StepGraph, Graph] | None = None
+    forward: FixedForward
+    graph: DecodeGraph
+    placed: object
+    samplers: dict[Hashable, tuple[Sampler, TokenRing]] = field(default_factory=dict)
 
 
 class Decoder:
     """Decodes in captured steps, on a fixed cache that it keeps for the next call. experts: the model's."""
 
     def __init__(self, experts: DeviceExperts) -> None:
-        self._experts = experts
+        self.experts = experts
         self._lock = threading.Lock()
         self._thread = 0  # which has it
-        self._forward: FixedForward | None = None
-        self._placed: object = None  # where that found the model
-        self._graph: DecodeGraph | None = None
-        self._samplers: dict[Hashable, tuple[Sampler, TokenRing]] = {}
+        self._kept: _Kept | None = None
         self._eager: set[tuple[int, int]] = set()  # rows and lengths of steps that there was no memory to capture
         self._too_large = 0  # rows times length of a cache that there was no memory for
         self.why_not = ""
@@ -145,7 +93,7 @@ class Decoder:
     ) -> torch.Tensor:
         """What transformers' `_sample` returns for the same arguments.
 
-        Raises `UnsuitedError` before anything was streamed or any random number was drawn.
+        Raises `UnsuitedError` before the prompt was read, anything was streamed or a random number was drawn.
         """
         if self._thread == threading.get_ident():
             raise UnsuitedError("it was called by a streamer or criterion of itself")
@@ -155,20 +103,19 @@ class Decoder:
                 why = self._why_not(model, input_ids, logits_processor, generation_config, model_kwargs)
                 if why:
                     raise UnsuitedError(why)
-                logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
                 with torch.inference_mode(False), torch.no_grad():  # what is kept is used outside of that too
-                    text = _Text(input_ids, stopping_criteria, _pad(generation_config), generation_config.max_length)
-                    numbers = _Numbers(model.device)
-                    try:
-                        how = logits_processor, stopping_criteria, generation_config
-                        way = self._begin(model, input_ids, logits, *how, model_kwargs)
-                    except UnsuitedError:
-                        numbers.rewind()
-                        raise
-                    self._decode(way, text, numbers, streamer)
+                    run = self._prepare(model, input_ids, logits_processor, stopping_criteria, generation_config)
+                if streamer is not None:
+                    streamer.release()
+                logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
+                with torch.inference_mode(False), torch.no_grad():
+                    run.begin(input_ids, logits, logits_processor, model_kwargs, cache_argument(model))
+                    pad, longest = _pad(generation_config), int(generation_config.max_length)
+                    text = Generated(input_ids, stopping_criteria, pad, longest)
+                    run.go(text, streamer)
+                    return text.result()
             finally:
                 self._thread = 0
-        return text.result()
 
     def _why_not(self, model: Any, ids: torch.Tensor, processors: Sequence[Any], config: Any, given: Any) -> str:
         """Why this call is for transformers' own loop; nothing if it is not."""
@@ -194,159 +141,173 @@ class Decoder:
             return f"tokens on {ids.device} are sampled there"
         if size is None:
             return f"{len(ids)} sequences are more than {SIZES[-1]}"
+        if config.max_length - ids.shape[1] <= 1:
+            return "a single token is asked for"
         if self._too_large and size * length_of(_room(ids, config)) >= self._too_large:
             return "there was no memory for a cache of fixed size"
         return ""
 
-    def _begin(
-        self,
-        model: Any,
-        ids: torch.Tensor,
-        logits: torch.Tensor,
-        processors: Sequence[Any],
-        criteria: Sequence[Any],
-        config: Any,
-        given: dict[str, Any],
-    ) -> _Way:
-        """Take over the prompts, choose their first tokens, and capture the step of the next ones."""
-        (rows, prompt), vocabulary = ids.shape, logits.shape[1]
+    def _prepare(
+        self, model: Any, ids: torch.Tensor, processors: Sequence[Any], criteria: Sequence[Any], config: Any
+    ) -> _Run:
+        """Memory for these prompts, and the graphs of their first step."""
+        (rows, prompt), room = ids.shape, length_of(_room(ids, config))
         size = size_of(rows)
         assert size is not None
         try:
-            forward, graph = self._reserve(model, vocabulary, size, length_of(_room(ids, config)))
-            positions = given["position_ids"][:, -1:].expand(rows, 1)
-            forward.begin(given[cache_argument(model)], given.get("attention_mask"), positions, prompt)
+            kept = self._reserve(model, size, room)
         except torch.OutOfMemoryError:
-            self._too_large = size * length_of(_room(ids, config))
-            self._forward = self._graph = None
-            self._samplers.clear()
-            raise UnsuitedError(
-                f"there is no memory for a cache of {length_of(_room(ids, config))} tokens for {size} sequences"
-            ) from None
+            self._kept, self._too_large = None, size * room
+            raise UnsuitedError(f"there is no memory for a cache of {room} tokens for {size} sequences") from None
+        except Exception as error:  # a model's code may raise anything
+            self._kept = None
+            self._refuse(error)
+            raise UnsuitedError(self.why_not) from error
         ends: list[int] = next((c.eos_token_id.tolist() for c in criteria if type(c) is EosTokenCriteria), [])
         key = rows, bool(config.do_sample), tuple(ends), _pad(config), sampler_key(processors)
-        if key not in self._samplers:
-            while len(self._samplers) >= _SAMPLERS:
-                oldest = next(iter(self._samplers))
-                del self._samplers[oldest]
-                graph.forget_tail(oldest)
-            valid = forward.valid[:rows]
-            sampler = Sampler(processors, vocabulary, valid, sampled=config.do_sample, ends=ends, pad=_pad(config) or 0)
-            self._samplers[key] = sampler, TokenRing(self._experts.device, rows)
-        sampler, ring = self._samplers[key]
-        way = _Way(prompt, config.max_length - prompt, rows, size, key, sampler, ring)
-        with graph.between():
-            sampler.begin(ids.to(model.device), processors)
-            ring.count.zero_()
-            forward.logits[:rows].copy_(logits)
-            self._choose(way)
-        if way.most > 1:
-            self._lengthen(way, prompt + 1)
-        return way
+        if key not in kept.samplers:
+            while len(kept.samplers) >= _SAMPLERS:
+                oldest = next(iter(kept.samplers))
+                del kept.samplers[oldest]
+                kept.graph.forget_tail(oldest)
+            how = {"sampled": config.do_sample, "ends": ends, "pad": _pad(config) or 0}
+            sampler = Sampler(processors, kept.forward.logits.shape[1], kept.forward.valid[:rows], **how)
+            kept.samplers[key] = sampler, TokenRing(self.experts.device, rows)
+        run = _Run(self, kept, key, prompt, config.max_length - prompt, size)
+        with kept.graph.between():
+            kept.forward.start(rows)  # what is captured runs once, wherever the last call has ended
+        run.lengthen(prompt + 1)
+        if self.why_not:
+            raise UnsuitedError(self.why_not)
+        return run
 
-    def _reserve(self, model: Any, vocabulary: int, size: int, length: int) -> tuple[FixedForward, DecodeGraph]:
+    def _reserve(self, model: Any, size: int, length: int) -> _Kept:
         """With room for so many rows and tokens."""
-        placed = _placed(model)
-        if self._forward is None or self._graph is None or self._forward.rows < size or placed != self._placed:
-            self._forward = self._graph = None
-            self._samplers.clear()
-            self._placed = placed
-            self._forward = FixedForward(model, vocabulary, size, length)
-            self._graph = DecodeGraph(self._experts, self._forward)
-        elif length > self._forward.length:
-            self._graph.forget()
-            self._forward.grow(length)
-        return self._forward, self._graph
+        placed, kept = _placed(model), self._kept
+        if kept is None or kept.forward.rows < size or placed != kept.placed:
+            self._kept = kept = None  # before there is another
+            forward = FixedForward(model, size, length)
+            self._kept = kept = _Kept(forward, DecodeGraph(self.experts, forward), placed)
+            with kept.graph.unmoved():
+                forward.forward(size, length)  # its memory is allocated now
+        elif length > kept.forward.length:
+            kept.graph.forget()
+            kept.forward.grow(length)
+        return kept
 
-    def _choose(self, way: _Way) -> None:
-        """The next tokens, of the logits that are there; they are what comes next."""
-        assert self._forward is not None
-        tokens = way.sampler(self._forward.logits[: way.rows])
-        self._forward.feed(tokens)
-        way.ring.write(tokens)
-
-    def _lengthen(self, way: _Way, tokens: int) -> None:
-        """From now on steps see so many tokens, or more."""
-        assert self._forward is not None and self._graph is not None
-        first, way.length = not way.length, length_of(tokens)
-        if way.length > self._forward.length:
-            self._graph.forget()
-            with self._graph.between():
-                self._forward.grow(way.length)
-        way.graphs = None
-        if (way.size, way.length) in self._eager or self.why_not:
-            return
+    def capture(self, run: _Run) -> tuple[StepGraph, Graph] | None:
+        """The graphs of a run's steps at the length that they have now; None where such are not to be had."""
+        size = run.size, run.length
+        if size in self._eager or self.why_not:
+            return None
         try:
-            step = self._graph.step(way.size, way.length)
-            moved = (*way.sampler.moved, *way.ring.moved)
-            way.graphs = step, self._graph.tail(way.key, lambda: self._choose(way), way.ring.send, moved)
+            step = run.kept.graph.step(*size)
+            moved = (*run.sampler.moved, *run.ring.moved)
+            return step, run.kept.graph.tail(run.key, run.choose, run.ring.send, moved)
         except torch.OutOfMemoryError:
-            self._eager.add((way.size, way.length))
-            logger.warning(
-                "no memory to capture steps of %d sequences with %d tokens: they run without", way.size, way.length
-            )
-        except Exception as error:  # a model's code may raise anything
-            if isinstance(error, StepError) or (isinstance(error, DeviceError) and error.facts["lost"]):
-                raise
-            self.why_not = f"a step cannot be captured: {type(error).__name__}: {error}"
-            if first:
-                raise UnsuitedError(self.why_not) from error
-            logger.warning("steps are not replayed any more: %s", self.why_not)
+            self._eager.add(size)
+            logger.warning("no memory to capture steps of %d sequences with %d tokens: they run without", *size)
+        except Exception as error:  # noqa: BLE001 - a model's code may raise anything
+            self._refuse(error)
+            logger.warning("steps are not replayed: %s", self.why_not)
+        return None
 
-    def _decode(self, way: _Way, text: _Text, numbers: _Numbers, streamer: Streamer | None) -> None:
-        """From the first tokens, which are chosen, to the last."""
-        tokens = way.ring.fetch(0, way.rows)
-        if streamer is not None:
-            streamer.release()
+    def _refuse(self, error: Exception) -> None:
+        """A step cannot be captured; raises an error that is about something else."""
+        if isinstance(error, StepError) or (isinstance(error, DeviceError) and error.facts["lost"]):
+            raise error
+        self.why_not = f"a step cannot be captured: {type(error).__name__}: {error}"
+
+
+class _Run:
+    """One call: its texts from their prompts to their ends.
+
+    prompt: tokens before; most: new ones. size: rows of a step; length: columns that steps see now.
+    """
+
+    def __init__(self, decoder: Decoder, kept: _Kept, key: Hashable, prompt: int, most: int, size: int) -> None:
+        self.kept, self.key, self.size, self.length = kept, key, size, 0
+        self.sampler, self.ring = kept.samplers[key]
+        self._decoder, self._experts = decoder, decoder.experts
+        self._prompt, self._most = prompt, most
+        self._graphs: tuple[StepGraph, Graph] | None = None
+
+    def begin(
+        self, ids: torch.Tensor, logits: torch.Tensor, processors: Sequence[Any], given: dict[str, Any], cache: str
+    ) -> None:
+        """Take over prompts that were read, and choose their first tokens. cache: its name in what was given."""
+        forward, rows = self.kept.forward, len(ids)
+        self._numbers = _Numbers(logits.device)
+        with self.kept.graph.between():
+            positions = given["position_ids"][:, -1:].expand(rows, 1)
+            forward.begin(given[cache], given.get("attention_mask"), positions, self._prompt)
+            forward.logits[:rows].copy_(logits)
+            self.sampler.begin(ids.to(logits.device), processors)
+            self.ring.count.zero_()
+            self.choose()
+
+    def go(self, text: Generated, streamer: Streamer | None) -> None:
+        """To the end."""
         with self._experts.stepping():
             try:
-                shown = self._loop(way, text, tokens, streamer)
+                shown = self._loop(text, streamer)
             except BaseException:
                 self._experts.host.steps.cancel()
                 raise
-        if way.sampler.sampled and shown < way.most:
-            numbers.rewind(way.sampler.draw, shown)
+        if self.sampler.sampled and shown < self._most:
+            self._numbers.rewind(self.sampler.draw, shown)
         if streamer is not None:
             streamer.end()
 
-    def _loop(self, way: _Way, text: _Text, tokens: torch.Tensor, streamer: Streamer | None) -> int:
-        """How many tokens each text got. tokens: the first ones, which are chosen."""
-        assert self._graph is not None
-        ahead = self._launch(way, 1)
-        for n in range(way.most):
+    def _loop(self, text: Generated, streamer: Streamer | None) -> int:
+        """How many tokens each text got."""
+        step, ahead = 0, self._launch(1)
+        for n in range(self._most):
             if n:
-                step, ahead = ahead, self._launch(way, n + 1)
-                tokens = self._read(way, n, step)
-            shown = text.add(tokens)
+                step, ahead = ahead, self._launch(n + 1)
+            tokens = text.add(self._read(n, step))
             if streamer is not None:
-                streamer.put(shown)
+                streamer.put(tokens)
             if text.has_ended:
                 break
         if ahead:
             self._experts.wait(ahead)  # a step too many
         return n + 1
 
-    def _launch(self, way: _Way, n: int) -> int:
+    def _launch(self, n: int) -> int:
         """Let the device come to the n-th tokens, from 0; the number of the step, 0 where none was launched."""
-        assert self._forward is not None and self._graph is not None
-        if n >= way.most:
+        if n >= self._most:
             return 0
-        if way.prompt + n > way.length:
-            self._lengthen(way, way.prompt + n)
-        if way.graphs is not None:
-            return self._experts.launch(*way.graphs)
-        with self._graph.between():
-            self._forward.forward(way.size, way.length)
-            self._choose(way)
+        if self._prompt + n > self.length:
+            self.lengthen(self._prompt + n)
+        if self._graphs is not None:
+            return self._experts.launch(*self._graphs)
+        with self.kept.graph.between():
+            self.kept.forward.forward(self.size, self.length)
+            self.choose()
         return 0
 
-    def _read(self, way: _Way, n: int, step: int) -> torch.Tensor:
-        """The n-th tokens, which came of a step."""
-        assert self._graph is not None
+    def _read(self, n: int, step: int) -> torch.Tensor:
+        """The n-th tokens, which came of a step, or were chosen without one."""
         if not step:
-            return way.ring.fetch(n, way.rows)
+            return self.ring.fetch(n)
         self._experts.wait(step)
-        return way.ring.read(n, way.rows)
+        return self.ring.read(n)
+
+    def lengthen(self, tokens: int) -> None:
+        """From now on steps see so many tokens, or more."""
+        self.length = length_of(tokens)
+        if self.length > self.kept.forward.length:
+            self.kept.graph.forget()
+            with self.kept.graph.between():
+                self.kept.forward.grow(self.length)
+        self._graphs = self._decoder.capture(self)
+
+    def choose(self) -> None:
+        """The next tokens, of the logits that are there; they are what comes next."""
+        tokens = self.sampler(self.kept.forward.logits[: self.sampler.rows])
+        self.kept.forward.feed(tokens)
+        self.ring.write(tokens)
 
 
 def _room(ids: torch.Tensor, config: Any) -> int:

@@ -115,12 +115,12 @@ class _FixedLayer(CacheLayerMixin):  # type: ignore[misc]
 class FixedForward:
     """A model's forward pass of few tokens on tensors that stay where they are. The model is held weakly.
 
-    vocabulary: the width of logits. rows: sequences; length: tokens of each that there is room for. Tokens (rows, 1),
-    positions (rows, 1) and the column (1,) at which all rows write are those of the next step, logits
-    (rows, vocabulary) in fp32 those of the last one; valid (rows,) bool, which rows are sequences that go on.
+    rows: sequences; length: tokens of each that there is room for. Tokens (rows, 1), positions (rows, 1) and the
+    column (1,) at which all rows write are those of the next step, logits (rows, vocabulary) in fp32 those of the last
+    one, which the first one allocates; valid (rows,) bool, which rows are sequences that go on.
     """
 
-    def __init__(self, model: Any, vocabulary: int, rows: int, length: int) -> None:
+    def __init__(self, model: Any, rows: int, length: int) -> None:
         self._model = weakref.ref(model)
         config = model.config.get_text_config()
         self._cache_name = cache_argument(model)
@@ -137,7 +137,7 @@ class FixedForward:
             self.positions = torch.zeros(rows, 1, dtype=torch.int64, device=on)
             self.column = torch.zeros(1, dtype=torch.int64, device=on)
             self.valid = torch.zeros(rows, dtype=torch.bool, device=on)
-            self.logits = torch.zeros(rows, vocabulary, device=on)
+            self.logits = torch.zeros(rows, 0, device=on)
             self._visible = torch.ones(rows, 0, dtype=torch.bool, device=on)
         self.length = 0
         self.grow(length)
@@ -175,7 +175,7 @@ class FixedForward:
                 target.zero_()  # what earlier texts have left may be anything, and is hidden, not skipped
                 target[:n, :, tokens - source.shape[2] : tokens].copy_(source)
             layer.keys = layer.values = None
-        self._begin(n, tokens - 1)
+        self.start(n, tokens - 1)
         self.positions[:n].copy_(positions)
         if mask is not None:
             self._visible[:n, :tokens].copy_(mask != 0)
@@ -185,9 +185,10 @@ class FixedForward:
         for memory in self._memories:
             for tensor in memory.tensors:
                 tensor.zero_()
-        self._begin(rows, 0)
+        self.start(rows)
 
-    def _begin(self, rows: int, column: int) -> None:
+    def start(self, rows: int, column: int = 0) -> None:
+        """The first rows are new sequences, whose next token is at a column. The cache is left as it is."""
         self.tokens.zero_()
         self.positions.zero_()
         self.column.fill_(column)
@@ -212,7 +213,11 @@ class FixedForward:
         model = self._model()
         assert model is not None, "who steps holds the model"
         out = model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **given)
-        self.logits[:rows].copy_(out.logits[:, -1])
+        logits = out.logits[:, -1]
+        if self.logits.shape[1] != logits.shape[1]:
+            with torch.inference_mode(False):
+                self.logits = torch.zeros(self.rows, logits.shape[1], device=self._on)
+        self.logits[:rows].copy_(logits)
 
     def _cache(self, rows: int, length: int) -> Cache:
         if (rows, length) not in self._caches:

@@ -106,11 +106,10 @@ def generate_text(
         torch.manual_seed(seed)
     on_text(prompt)
     streamer = _TimedStreamer(tokenizer, on_text)
-    start = time.perf_counter()
     with torch.inference_mode():
         output = model.generate(**inputs, max_new_tokens=limit, streamer=streamer, **sampling)
     new_tokens = output.shape[1] - prompt_tokens
-    first, last = streamer.times[1], streamer.times[-1]  # [0] is the prompt handed back
+    start, first, *_, last = (*streamer.times[:2], streamer.times[-1])  # the first is the prompt handed back
     ends = model.generation_config.eos_token_id
     ended = int(output[0, -1]) in (ends if isinstance(ends, list) else [ends])
     return Generation(

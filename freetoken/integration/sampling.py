@@ -73,6 +73,11 @@ class Sampler:
         self._apply = [self._adapt(processor, vocabulary) for processor in processors]
 
     @property
+    def rows(self) -> int:
+        """Sequences."""
+        return len(self._valid)
+
+    @property
     def moved(self) -> tuple[torch.Tensor, ...]:
         """What choosing changes."""
         return self._length, *self._seen
@@ -107,7 +112,7 @@ class Sampler:
 
     def draw(self) -> torch.Tensor:
         """The random numbers (B, vocabulary) of one choice: those that `torch.multinomial` would take."""
-        noise = torch.empty(len(self._valid), self._vocabulary, device=self._valid.device)
+        noise = torch.empty(self.rows, self._vocabulary, device=self._valid.device)
         return noise.exponential_(1)
 
     def _adapt(self, processor: Any, vocabulary: int) -> Apply:

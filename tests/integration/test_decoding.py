@@ -144,7 +144,7 @@ def test_windows_and_a_cache_that_grows(
     model = place(gpt_oss, device)
     check_same(model, replays, 29, **prompts(2, device, 5), max_new_tokens=30)
     check_same(model, replays, 3, **prompts(2, device, 9), max_new_tokens=4, do_sample=True)
-    assert set(model.generate._decoder._graph._steps) == {(2, 16), (2, 64)}, "what saw a smaller cache is gone"
+    assert set(model.generate._decoder._kept.graph._steps) == {(2, 16), (2, 64)}, "what saw a smaller cache is gone"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_kinds_of_sampling_come_and_go(
     for _ in range(2):
         for k in (3, 4, 5):
             check_same(placed, replays, 3, **prompts(1, device), max_new_tokens=4, do_sample=True, top_k=k)
-    assert len(placed.generate._decoder._samplers) == 2
+    assert len(placed.generate._decoder._kept.samplers) == 2
 
 
 def test_texts_that_end(placed: Any, device: Device, replays: list[int]) -> None:
@@ -381,15 +381,15 @@ def test_no_memory_for_a_cache(
     tiny: Path, device: Device, replays: list[int], why: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = place(tiny, device)
-    begin, calls = FixedForward.begin, []
+    forward, calls = FixedForward.forward, []
 
-    def fail(self: FixedForward, *rest: Any) -> None:
-        calls.append(self.rows)
-        if self.rows > 1:
+    def fail(self: FixedForward, rows: int, length: int) -> None:
+        calls.append(rows)
+        if rows > 1:
             raise torch.OutOfMemoryError("no")
-        begin(self, *rest)
+        forward(self, rows, length)
 
-    monkeypatch.setattr(FixedForward, "begin", fail)
+    monkeypatch.setattr(FixedForward, "forward", fail)
     for _ in range(2):
         check_same(model, replays, 0, **prompts(2, device), max_new_tokens=4)
     assert calls == [2] and "no memory for a cache" in why.text
@@ -570,7 +570,7 @@ def test_a_deleted_model(tiny: Path, device: Device) -> None:
     """Is freed with its graphs and its cache, at once."""
     model = place(tiny, device)
     model.generate(**prompts(1, device), max_new_tokens=4)
-    kept, forward = model.generate, weakref.ref(model.generate._decoder._forward)
+    kept, forward = model.generate, weakref.ref(model.generate._decoder._kept.forward)
     model = weakref.ref(model)
     gc.collect()
     assert model() is None

@@ -63,7 +63,7 @@ def check_steps(model: Any, steps: int, length: int, grown: int = 0) -> None:
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     for cache in caches:
         model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{name: cache})
-    fixed = FixedForward(model, model.config.get_text_config().vocab_size, 4, length)
+    fixed = FixedForward(model, 4, length)
     fixed.begin(caches[1], mask, positions[:, -1:], PROMPT)
     generator = torch.Generator().manual_seed(2)
     for step in range(steps):
@@ -96,7 +96,7 @@ def test_what_an_earlier_text_left_is_not_read() -> None:
     """Not even if it is no number: hidden values are multiplied by zero."""
     model = family("mixtral", sliding_window=WINDOW)
     name = cache_argument(model)
-    fixed = FixedForward(model, model.config.vocab_size, 2, 32)
+    fixed = FixedForward(model, 2, 32)
     found = []
     with torch.no_grad():
         for poison in (False, True):
@@ -117,7 +117,7 @@ def test_what_an_earlier_text_left_is_not_read() -> None:
 def test_memory_made_in_inference_mode_is_used_outside() -> None:
     model = family("qwen3_moe")
     with torch.inference_mode():
-        fixed = FixedForward(model, model.config.vocab_size, 1, 8)
+        fixed = FixedForward(model, 1, 8)
         fixed.restart(1)
         fixed.forward(1, 8)
     with torch.no_grad():

@@ -38,8 +38,9 @@ from freetoken.errors import DeviceError, FreeTokenError, UnsupportedError
 from freetoken.integration.device import place
 from freetoken.integration.fixed_cache import FixedForward, cache_argument, why_not_fixed
 from freetoken.integration.operator import layer_of
-from freetoken.offload.experts import DeviceExperts, Usage
+from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.pinning import REFUSED
+from freetoken.offload.usage import Usage
 from freetoken.units import format_bytes
 
 BLOCK = 8

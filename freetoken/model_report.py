@@ -14,8 +14,8 @@ from freetoken.executor import BoundLayer
 from freetoken.integration.operator import layer_of
 from freetoken.memory import residency
 from freetoken.memory.placement import Achieved, measure
-from freetoken.offload.experts import Usage
 from freetoken.offload.layer import DeviceLayer
+from freetoken.offload.usage import Usage
 from freetoken.units import format_bytes
 
 

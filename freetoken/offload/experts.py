@@ -18,7 +18,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -36,8 +35,9 @@ from freetoken.offload.layer import DeviceLayer
 from freetoken.offload.pinning import Pinned, Pinner
 from freetoken.offload.records import as_tensor
 from freetoken.offload.room import Room
-from freetoken.offload.slots import LayerExperts, Statistics
+from freetoken.offload.slots import LayerExperts
 from freetoken.offload.split import fetch_table, parse_max_fetch
+from freetoken.offload.usage import Usage
 
 logger = logging.getLogger(__name__)
 
@@ -46,46 +46,6 @@ _PROMPT_TOKENS = 1024
 tokens (gpt-oss-120b cut to 12 layers, mxfp4, 19 GiB: 581 tokens/s)."""
 _PROBE_BYTES = 64 << 20
 """Of the copy by which the link's rate is found."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What of a model's experts is where on a device, and what was moved; bytes.
-
-    statistics: of look-ups, None without slots. fetched_bytes_per_token: into slots. streamed_bytes: copied for many
-    tokens at once. link_bps: what a plain copy from pinned memory reached when the first layer was pinned, bytes a
-    second; 0 where none was made. host_threads: that compute layers, 0 where none was computed there.
-
-    Of decoding in graphs, what was counted since `reset_statistics`: fetched_per_token, computed_per_token: missing
-    experts that were fetched, or left to the host, over all layers. split: how they are divided. waits: how the device
-    waits for the host, "" where it never did. waited: how long, for each layer that left something to the host;
-    hand_off: what of that is neither the host's work nor the device's own; host_work: the former.
-    """
-
-    device: str
-    strategy: str
-    slots: int
-    slot_bytes: int
-    buffer_bytes: int
-    pinned: Pinned | None
-    statistics: Statistics | None
-    fetched_bytes_per_token: float
-    streamed_bytes: int
-    link_bps: float
-    kernels: tuple[str, ...]
-    host_threads: int
-    fetched_per_token: float
-    computed_per_token: float
-    split: str
-    waits: str
-    waited: Times
-    hand_off: Times
-    host_work: Times
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of wanted experts that were in slots; None before any was looked up."""
-        return None if self.statistics is None or not self.statistics.routed else self.statistics.hit_rate
 
 
 class _Step(threading.local):

@@ -158,7 +158,9 @@ class Decoder:
             kept = self._reserve(model, size, room)
         except torch.OutOfMemoryError:
             self._kept, self._too_large = None, size * room
-            raise UnsuitedError(f"there is no memory for a cache of {room} tokens for {size} sequences") from None
+            why = f"there is no memory for a cache of {room} tokens for {size} sequences"
+            logger.warning("%s: their steps are not replayed", why)
+            raise UnsuitedError(why) from None
         except Exception as error:  # a model's code may raise anything
             self._kept = None
             self._refuse(error)

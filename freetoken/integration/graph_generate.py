@@ -54,7 +54,9 @@ class Generate:
         bound = self.__signature__.bind_partial(*args, **kwargs).arguments
         given = bound | bound.pop("kwargs", {})
         given.setdefault("disable_compile", True)  # a compiled step would be captured by torch, which knows no duties
-        why = self._decoder.why_not or _why_not_ours(model, given) or why_not_fixed(model)
+        why, level = self._decoder.why_not or why_not_fixed(model) or "", logging.WARNING
+        if not why:
+            why, level = _why_not_ours(model, given), logging.INFO
         if not why:
             try:
                 return self._replay(model, given)
@@ -62,7 +64,7 @@ class Generate:
                 why = str(unsuited)
         if why not in self._said:
             self._said.add(why)
-            logger.info("generate does not replay steps as a graph: %s", why)
+            logger.log(level, "generate does not replay steps as a graph: %s", why)
         return self._plain(model, **given)
 
     def _replay(self, model: Any, given: dict[str, Any]) -> Any:
@@ -76,9 +78,9 @@ class Generate:
         return self._plain(model, **given, streamer=held, custom_generate=decode)
 
 
-def _why_not_ours(model: Any, given: dict[str, Any]) -> str | None:
-    """What of a call's arguments is for transformers' own loop alone; None if nothing is."""
-    strange = [name for name in _NOT_OURS if given.get(name) is not None]
+def _why_not_ours(model: Any, given: dict[str, Any]) -> str:
+    """Why a call is for transformers' own loop; nothing if it is not."""
+    strange = [name for name in _NOT_OURS if given.get(name) is not None and given[name] is not False]
     if strange:
         return f"{', '.join(strange)} was given"
     if model.generation_config.stop_strings is not None:
@@ -86,7 +88,7 @@ def _why_not_ours(model: Any, given: dict[str, Any]) -> str | None:
     if model.training:
         return "the model is in training mode"
     hooked = [type(m).__name__ for m in model.modules() if any(map(_is_strange, (*_hooks(m), *_hooks(m, "_pre"))))]
-    return f"hooks are registered on {', '.join(sorted(set(hooked)))}" if hooked else None
+    return f"hooks are registered on {', '.join(sorted(set(hooked)))}" if hooked else ""
 
 
 def _hooks(module: torch.nn.Module, when: str = "") -> Iterable[Any]:

@@ -30,6 +30,8 @@ from freetoken.integration.fixed_cache import FixedForward, cache_argument
 from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.host import HandOff, HostExperts
 from tests.integration.test_device import experts_of
+from tests.integration.test_families import LOADS
+from tests.support.families import make_config, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -316,6 +318,8 @@ def test_hooks_and_training_are_no_graphs(tiny: Path, device: Device, replays: l
     model.generate(**prompts(1, device), max_new_tokens=4)
     model.eval()
     assert not replays
+    check_same(model, replays, 3, **prompts(1, device), max_new_tokens=4, synced_gpus=False)
+    model.set_attn_implementation("eager")
     check_same(model, replays, 3, **prompts(1, device), max_new_tokens=4)
 
 
@@ -333,6 +337,15 @@ def test_switched_off(tiny: Path, device: Device, monkeypatch: pytest.MonkeyPatc
     model = place(tiny, device)
     assert "generate" not in vars(model)
     check_same(model, replays, 0, **prompts(1, device), max_new_tokens=4)
+
+
+def test_a_family_with_another_cache(tmp_path: Path, device: Device, replays: list[int], why: Any) -> None:
+    """A warning, as this is slower than it could be."""
+    stock = make_model(make_config("qwen3_next", LOADS["qwen3_next"]))
+    stock.save_pretrained(tmp_path / "m")
+    model = place(tmp_path / "m", device)
+    check_same(model, replays, 0, **prompts(2, device), max_new_tokens=4)
+    assert [record.levelname for record in why.records if "linear_attention" in record.getMessage()] == ["WARNING"]
 
 
 # -- faults

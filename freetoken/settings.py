@@ -159,3 +159,10 @@ GRAPH = Choice(
     ("auto", "off"),
     "whether generate replays decode steps of a model on a device as captured graphs; auto does where it can",
 )
+COMPILE = Choice(
+    "FREETOKEN_COMPILE",
+    "off",
+    ("off", "on"),
+    "whether layers of steps that are captured are compiled by torch first: faster steps, but compiling takes from "
+    "seconds to a minute before the first step of each number of texts and length of cache, so it is off",
+)

@@ -285,7 +285,7 @@ class _Run:
         if self._graphs is not None:
             return self._experts.launch(*self._graphs)
         with self.kept.graph.between():
-            self.kept.forward.forward(self.size, self.length)
+            self.kept.forward.run(self.size, self.length)
             self.choose()
         return 0
 

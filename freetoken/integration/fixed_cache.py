@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from freetoken import settings
+from freetoken.integration.compiled import CompiledLayers
+
 _ATTENTIONS = ("eager", "sdpa")
 """Implementations of attention that take masks to be added and wait for nothing."""
 _KINDS = {"full_attention", "sliding_attention"}
@@ -86,6 +89,8 @@ class _FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self._memory, self._column, self._rows, self._length = memory, column, rows, length
         self._reserved = reserved
+        if memory.tensors:
+            self.lazy_initialization(*memory.tensors)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self._memory.reserve(*self._reserved, key_states, value_states)
@@ -131,6 +136,7 @@ class FixedForward:
         self._caches: dict[tuple[int, int], Cache] = {}
         self._dtype = model.dtype
         self._on = on = model.device
+        self._compiled = CompiledLayers(self._cache_name) if settings.COMPILE.read() == "on" else None
         self.rows = rows
         with torch.inference_mode(False):  # they are used inside and outside of that
             self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=on)
@@ -153,6 +159,8 @@ class FixedForward:
             self._visible = torch.cat([self._visible, more], dim=1)
             self._columns = torch.arange(length, device=self._on)
         self._caches.clear()
+        if self._compiled is not None:
+            self._compiled.forget()
         self.length = length
         return True
 
@@ -203,7 +211,14 @@ class FixedForward:
         self.column.add_(after)
 
     def forward(self, rows: int, length: int) -> None:
-        """One token of each of the first rows, whose tensors may be views; see `StepModel`."""
+        """One token of each of the first rows, compiled where that is wanted; see `StepModel`."""
+        if self._compiled is None:
+            return self.run(rows, length)
+        with self._compiled.used(self._model(), (rows, length)):
+            self.run(rows, length)
+
+    def run(self, rows: int, length: int) -> None:
+        """One token of each of the first rows, whose tensors may be views."""
         self.read(self.tokens[:rows], self.positions[:rows], length)
 
     def read(self, ids: torch.Tensor, positions: torch.Tensor, length: int) -> None:

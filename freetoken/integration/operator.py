@@ -1,7 +1,8 @@
 """The torch operator `freetoken::experts` and the experts function that transformers calls.
 
 One operator with a fake kernel works eagerly and under torch.compile(fullgraph=True). Layers are found by a number,
-because an operator takes no objects; the table holds them weakly, so a deleted model frees its banks. A model used in
+because an operator takes no objects; the table holds them weakly, so a deleted model frees its banks. The number is a
+tensor: as an int it would be a constant of compiled code, and each layer would need code of its own. A model used in
 a forked child is refused before its first layer: torch's own OpenMP team did not survive the fork and would hang.
 """
 
@@ -34,16 +35,17 @@ _forks = 0
 
 
 @torch.library.custom_op("freetoken::experts", mutates_args=())
-def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int) -> torch.Tensor:
-    """(B, H): the weighted sum of routed experts of the layer with this handle; see `Executor.run`."""
-    layer = _layers.get(handle)
+def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    """(B, H): the weighted sum of routed experts of the layer with this handle, () int64; see `Executor.run`."""
+    number = int(handle)
+    layer = _layers.get(number)
     if layer is None:
-        raise FreeTokenError(f"expert layer {handle} is gone: its model was deleted or never finished loading")
+        raise FreeTokenError(f"expert layer {number} is gone: its model was deleted or never finished loading")
     return layer.run(x, ids, weights)
 
 
 @experts.register_fake
-def _(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: int) -> torch.Tensor:
+def _(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
@@ -65,9 +67,9 @@ def attach_layer(module: torch.nn.Module, layer: AnyLayer) -> None:
     """Give a module its layer, ready to run."""
     keep_layer(module, layer)
     with _table_lock:
-        handle = next(_numbers)
-        _layers[handle] = layer
-    object.__setattr__(module, _HANDLE, handle)
+        number = next(_numbers)
+        _layers[number] = layer
+    object.__setattr__(module, _HANDLE, torch.tensor(number, device="cpu"))
 
 
 def keep_layer(module: torch.nn.Module, layer: AnyLayer) -> None:

@@ -33,7 +33,7 @@ from synthetic import SHAPES, Routing, Synthetic, draw_routes, stubbed
 from transformers import DynamicCache
 
 import freetoken
-from freetoken import formats
+from freetoken import formats, settings
 from freetoken.errors import DeviceError, FreeTokenError, UnsupportedError
 from freetoken.integration.device import place
 from freetoken.integration.fixed_cache import FixedForward, cache_argument, why_not_fixed
@@ -57,7 +57,7 @@ QUANTILES = ("mean", "p50", "p99")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KEY = (
     "what", "model", "layers", "format", "strategy", "cache", "batch", "skew", "locality", "seed", "dtype", "device",
-    "threads", "tokens", "warmup", "graph", "prefill",
+    "threads", "tokens", "warmup", "graph", "compile", "prefill",
 )  # fmt: skip
 """What makes a row the same as another: all that was asked for, and where."""
 Row = dict[str, Any]
@@ -179,7 +179,7 @@ class Decoder:
         self._forward(ids, positions)
 
     def capture(self, experts: DeviceExperts | None = None) -> None:
-        """From now on a step is a replay of this one, which with experts is run once before it is captured.
+        """From now on a step is a replay of this one, which is run once before it if it has experts or is compiled.
 
         Raises `UnsupportedError` where a step waits for the host.
         """
@@ -187,16 +187,21 @@ class Decoder:
         try:
             if self.fixed is None:
                 raise RuntimeError("its cache grows")
-            if experts is not None:
-                graph = experts.capture(self.step)
-            else:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    self.step()
+            with self.fixed.compiled(self.batch, self._length):
+                graph = self._capture() if experts is None else experts.capture(self.step)
         except (RuntimeError, DeviceError) as error:
             name = type(self.model).__name__
             raise UnsupportedError(f"a step of {name} cannot be captured: {error}", feature="graph") from error
         self._graph, self._experts = graph, experts
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        if settings.COMPILE.read() == "on":
+            self.step()
+            wait_for(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph
 
     def steps(self, n: int) -> None:
         """So many tokens of each sequence."""
@@ -324,11 +329,10 @@ class Bench:
             "locality": o.locality, "seed": o.seed, "dtype": o.dtype, "device": device_name(self.device),
             "threads": o.threads,
         }  # fmt: skip
-        rows = [{"what": "decode", **known, "tokens": o.tokens, "warmup": o.warmup, "graph": o.graph, "prefill": None}]
+        how = {"tokens": o.tokens, "warmup": o.warmup, "graph": o.graph, "compile": settings.COMPILE.read()}
+        rows = [{"what": "decode", **known, **how, "prefill": None}]
         if o.prefill:
-            rows.append(
-                {"what": "prefill", **known, "tokens": None, "warmup": None, "graph": None, "prefill": o.prefill}
-            )
+            rows.append({"what": "prefill", **known, **dict.fromkeys(how), "prefill": o.prefill})
         return rows
 
     def run(self, strategy: str, cache: Any) -> list[Row]:
@@ -366,7 +370,7 @@ class Bench:
         ids = self._routes(steps)
         routing = Routing(model, ids, self.device)
         with torch.no_grad():
-            room = steps + BLOCK + more
+            room = steps + BLOCK + more + 1  # a step that is compiled before the stub is captured
             decoder = Decoder(model, o.batch, room, self.device)
             decoder.steps(o.warmup)
             if o.graph == "all":
@@ -560,6 +564,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="none",
         help="replay the stub, or the step too, as a CUDA graph",
     )
+    add("--compile", action="store_true", help="let torch compile layers of what is replayed")
     add("--profile", action="store_true", help="also print where the time of a step goes")
     add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of the dense part")
     add("--threads", type=lambda text: text if text == "auto" else int(text), default="auto", help="CPU workers")
@@ -582,6 +587,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     o.strategy = o.strategy or ["cpu" if on_cpu else "offload"]
     if on_cpu and (o.strategy != ["cpu"] or o.graph != "none"):
         parser.error("strategies other than cpu, and graphs, need a GPU: give --device cuda")
+    if o.compile:
+        os.environ[settings.COMPILE.name] = "on"
+    if o.compile and o.graph == "none":
+        parser.error("--compile is for steps that are replayed: give --graph stub or all")
     if o.graph == "all" and not o.warmup:
         parser.error("--graph all needs a step before it: give --warmup")
     return o

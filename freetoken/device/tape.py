@@ -38,6 +38,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._add, self._added = add, added
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code is run as such: of it, what is left of torch's operations is recorded."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket

@@ -1,9 +1,10 @@
 """The dense part of a captured step, compiled: many small kernels of each layer become few.
 
 Each layer is a graph of its own, not the whole step, so that layers of a kind share one and a model of 48 layers is
-compiled as fast as one of two. Nothing that a layer has for itself may be in its graph for that: parameters and the
-number of its experts are tensors, which dynamo takes as inputs, and the cache is shown to it with this one layer only,
-in which the layer's index means nothing. Where layers differ in more, dynamo's guards see it and they get another graph.
+compiled about as fast as one of two. For that, nothing that a layer has for itself may be a constant of its graph:
+parameters and the handle of its experts are tensors, which dynamo takes as inputs, and it is shown a cache of this one
+layer, in which the layer's index means nothing. Where layers differ in more, dynamo's guards see it, and they get
+another graph.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers.cache_utils import Cache
 
+from freetoken import settings
 from freetoken.errors import FreeTokenError
 from freetoken.integration.plan import find_experts
 
@@ -35,6 +38,18 @@ KINDS = 8
 """Graphs of one function at most: layers of a model that differ more are not compiled."""
 _BESIDE = ("Norm", "RotaryEmbedding")
 """How classes of modules end that stand beside the layers and are compiled too."""
+
+
+_models: weakref.WeakKeyDictionary[Any, CompiledLayers] = weakref.WeakKeyDictionary()
+
+
+def compiled_layers(model: Any, cache_name: str) -> CompiledLayers | None:
+    """The model's, None unless FREETOKEN_COMPILE is on. cache_name: of the argument that is the cache."""
+    if settings.COMPILE.read() == "off":
+        return None
+    if model not in _models:
+        _models[model] = CompiledLayers(cache_name)
+    return _models[model]
 
 
 class CompiledLayers:
@@ -68,7 +83,7 @@ class CompiledLayers:
         finally:
             for _, _, module in modules:
                 del module.forward
-        if graphs := self._graphs - graphs:
+        if (graphs := self._graphs - graphs) and not self.why_not:
             seconds = time.perf_counter() - start
             logger.info("%d modules compiled as %d graphs in %.1f s", len(modules), graphs, seconds)
 
@@ -88,10 +103,6 @@ class CompiledLayers:
         if any("forward" in vars(module) for _, _, module in found):
             self._give_up("a layer has a forward of its own")
         return [] if self.why_not else found
-
-    def forget(self) -> None:
-        """Shapes are others from now on."""
-        self._functions.clear()
 
     def _function(self, key: Hashable) -> Callable[..., Any]:
         if key not in self._functions:  # with code of its own: there dynamo keeps graphs, and counts them
@@ -120,7 +131,8 @@ class CompiledLayers:
                 not_begun = isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
                 if _is_capturing() and not not_begun:
                     raise  # what it has put into the graph is there
-                self._give_up(str(error).strip().partition("\n")[0] or type(error).__name__)
+                cause = getattr(error, "inner_exception", error)
+                self._give_up(f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}")
         return _call(module, args, kwargs)
 
     def _give_up(self, why: str) -> None:

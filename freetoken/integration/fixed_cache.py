@@ -7,6 +7,7 @@ made on the device: they make the window, and hide padding.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Sequence
@@ -15,8 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from freetoken import settings
-from freetoken.integration.compiled import CompiledLayers
+from freetoken.integration.compiled import compiled_layers
 
 _ATTENTIONS = ("eager", "sdpa")
 """Implementations of attention that take masks to be added and wait for nothing."""
@@ -136,7 +136,7 @@ class FixedForward:
         self._caches: dict[tuple[int, int], Cache] = {}
         self._dtype = model.dtype
         self._on = on = model.device
-        self._compiled = CompiledLayers(self._cache_name) if settings.COMPILE.read() == "on" else None
+        self._compiled = compiled_layers(model, self._cache_name)
         self.rows = rows
         with torch.inference_mode(False):  # they are used inside and outside of that
             self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=on)
@@ -159,8 +159,6 @@ class FixedForward:
             self._visible = torch.cat([self._visible, more], dim=1)
             self._columns = torch.arange(length, device=self._on)
         self._caches.clear()
-        if self._compiled is not None:
-            self._compiled.forget()
         self.length = length
         return True
 
@@ -212,10 +210,14 @@ class FixedForward:
 
     def forward(self, rows: int, length: int) -> None:
         """One token of each of the first rows, compiled where that is wanted; see `StepModel`."""
-        if self._compiled is None:
-            return self.run(rows, length)
-        with self._compiled.used(self._model(), (rows, length)):
+        with self.compiled(rows, length):
             self.run(rows, length)
+
+    def compiled(self, rows: int, length: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, what this thread runs is compiled where that is wanted; steps of so many rows and columns."""
+        if self._compiled is None:
+            return contextlib.nullcontext()
+        return self._compiled.used(self._model(), (rows, length, self.rows, self.length))
 
     def run(self, rows: int, length: int) -> None:
         """One token of each of the first rows, whose tensors may be views."""

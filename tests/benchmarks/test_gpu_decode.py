@@ -1,5 +1,6 @@
 """`benchmarks/gpu_decode.py` and the models it builds: shapes, records, routes, rows and limits; never a time."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -20,6 +21,7 @@ from freetoken import formats
 from freetoken.banks import Bank, ShardedBank
 from freetoken.errors import CapacityError, ConfigError
 from freetoken.formats.record import RecordLayout, shard_bounds
+from freetoken.integration import compiled
 from freetoken.integration.operator import layer_of
 from freetoken.integration.plan import find_experts
 from freetoken.kernels import reference
@@ -306,6 +308,33 @@ def test_prompt_and_steps_give_the_logits_of_one_call(family: str) -> None:
             assert decoder.fixed is not None and decoder.fixed._window is not None
             decoder.fixed._window += 4
             assert (decode(decoder) - wanted).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("is_stub", [False, True])
+def test_compiled_steps_are_those_that_run(family: str, is_stub: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drawn experts, whose step moves on, and with experts that do nothing."""
+    monkeypatch.setenv("FREETOKEN_COMPILE", "on")
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    made = Synthetic(TINY if family == "qwen3_moe" else small(family), formats.get("mxfp4"), dtype=torch.float32)
+    plan = made.plan
+    model = made.model()
+    routing = Routing(model, draw_routes(plan.layers, 16, 1, plan.n_experts, plan.top_k), "cpu")
+    decoder, found = Decoder(model, 1, 40, torch.device("cpu")), []
+    assert decoder.fixed is not None
+    for compiles in (False, True):
+        decoder.restart()
+        routing.restart()
+        with torch.no_grad(), stubbed(model) if is_stub else contextlib.nullcontext():
+            decoder.steps(3)
+            with decoder.fixed.compiled(1, 40) if compiles else contextlib.nullcontext():
+                for _ in range(20):
+                    decoder.step()
+                    found.append((int(decoder.token), int(decoder.position), int(routing.step)))
+    assert found[:20] == found[20:]
+    assert decoder.fixed._compiled is not None and decoder.fixed._compiled._graphs == 4, (
+        "hooks of the last layer differ"
+    )
 
 
 @pytest.mark.gpu

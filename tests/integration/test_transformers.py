@@ -379,7 +379,9 @@ def test_experts_without_a_bank(model: Any) -> None:
 
 def test_a_layer_whose_model_is_gone() -> None:
     with pytest.raises(FreeTokenError) as caught:
-        torch.ops.freetoken.experts(torch.zeros(1, 8), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), torch.tensor(10**9))
+        torch.ops.freetoken.experts(
+            torch.zeros(1, 8), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), torch.tensor(10**9)
+        )
     check_one_line(caught.value, "is gone")
 
 

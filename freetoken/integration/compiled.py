@@ -39,7 +39,6 @@ KINDS = 8
 _BESIDE = ("Norm", "RotaryEmbedding")
 """How classes of modules end that stand beside the layers and are compiled too."""
 
-
 _models: weakref.WeakKeyDictionary[Any, CompiledLayers] = weakref.WeakKeyDictionary()
 
 
@@ -63,6 +62,7 @@ class CompiledLayers:
         self._cache_name = cache_name
         self._functions: dict[Hashable, Callable[..., Any]] = {}
         self._graphs = 0
+        self._lock = threading.Lock()  # modules have one forward, whoever compiles
         self.why_not = ""
         """Why this model is not compiled, once that was found."""
 
@@ -72,20 +72,21 @@ class CompiledLayers:
 
         shapes: what stands for those of all tensors. Nothing is compiled while a stream is captured.
         """
-        modules = [] if self.why_not else self._modules(model)
-        thread, graphs, start = threading.get_ident(), self._graphs, time.perf_counter()
-        for part, number, module in modules:
-            function = self._function((part, shapes))
-            module.forward = functools.partial(self._run, thread, function, module, number)
-        try:
-            with torch._dynamo.config.patch(recompile_limit=KINDS):
-                yield
-        finally:
-            for _, _, module in modules:
-                del module.forward
-        if (graphs := self._graphs - graphs) and not self.why_not:
-            seconds = time.perf_counter() - start
-            logger.info("%d modules compiled as %d graphs in %.1f s", len(modules), graphs, seconds)
+        with self._lock:
+            modules = [] if self.why_not else self._modules(model)
+            thread, graphs, start = threading.get_ident(), self._graphs, time.perf_counter()
+            for part, number, module in modules:
+                function = self._function((part, shapes))
+                module.forward = functools.partial(self._run, thread, function, module, number)
+            try:
+                with torch._dynamo.config.patch(recompile_limit=KINDS):
+                    yield
+            finally:
+                for _, _, module in modules:
+                    del module.forward
+            if (graphs := self._graphs - graphs) and not self.why_not:
+                seconds = time.perf_counter() - start
+                logger.info("%d modules compiled as %d graphs in %.1f s", len(modules), graphs, seconds)
 
     def _modules(self, model: Any) -> list[tuple[str, int, torch.nn.Module]]:
         """What is compiled, with the name of the part that it belongs to, and its number there."""

@@ -191,7 +191,7 @@ class Decoder:
             forward = FixedForward(model, size, length)
             self._kept = kept = _Kept(forward, DecodeGraph(self.experts, forward), placed)
             with kept.graph.unmoved():
-                forward.forward(size, length)  # its memory is allocated now
+                forward.run(size, length)  # its memory is allocated now
         elif length > kept.forward.length:
             kept.graph.forget()
             kept.forward.grow(length)

@@ -214,8 +214,8 @@ class FixedForward:
             self.run(rows, length)
 
     def compiled(self, rows: int, length: int) -> contextlib.AbstractContextManager[None]:
-        """Inside, what this thread runs is compiled where that is wanted; steps of so many rows and columns."""
-        if self._compiled is None:
+        """Inside, steps of so many rows and columns of this thread are compiled where that is wanted; not the first."""
+        if self._compiled is None or not all(memory.tensors for memory in self._memories):
             return contextlib.nullcontext()
         return self._compiled.used(self._model(), (rows, length, self.rows, self.length))
 

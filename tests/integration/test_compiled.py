@@ -86,7 +86,7 @@ def begun(model: Any, rows: int = 2) -> FixedForward:
     ids = torch.randint(3, 60, (rows, PROMPT), generator=torch.Generator().manual_seed(1))
     cache = DynamicCache(config=model.config)
     model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
-    fixed = FixedForward(model, model.config.get_text_config().vocab_size, rows, LENGTH)
+    fixed = FixedForward(model, rows, LENGTH)
     fixed.begin(cache, None, torch.full((rows, 1), PROMPT - 1), PROMPT)
     fixed.feed(ids[:, 0])
     return fixed

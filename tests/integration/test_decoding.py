@@ -394,15 +394,15 @@ def test_no_memory_for_a_cache(
     tiny: Path, device: Device, replays: list[int], why: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = place(tiny, device)
-    forward, calls = FixedForward.forward, []
+    run, calls = FixedForward.run, []
 
     def fail(self: FixedForward, rows: int, length: int) -> None:
         calls.append(rows)
         if rows > 1:
             raise torch.OutOfMemoryError("no")
-        forward(self, rows, length)
+        run(self, rows, length)
 
-    monkeypatch.setattr(FixedForward, "forward", fail)
+    monkeypatch.setattr(FixedForward, "run", fail)
     for _ in range(2):
         check_same(model, replays, 0, **prompts(2, device), max_new_tokens=4)
     assert calls == [2] and "no memory for a cache" in why.text

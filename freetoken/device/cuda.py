@@ -154,6 +154,7 @@ class CudaDevice:
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             capture = Capture(self)
             stream = capture.next_stream()
+            numbers = torch.cuda.get_rng_state(self.torch_device)
             with torch.cuda.stream(stream.stream):
                 graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may do as they like
                 try:
@@ -167,12 +168,22 @@ class CudaDevice:
                             stream.join(other)
                     with contextlib.suppress(torch.AcceleratorError), warnings.catch_warnings():
                         warnings.simplefilter("ignore")  # that it is empty
-                        graph.capture_end()
+                        self._end_capture(graph, numbers)
                     raise
-                graph.capture_end()
+                self._end_capture(graph, numbers)
             graph.instantiate()
             raw = self.driver.api.CUgraph(graph.raw_cuda_graph())
             return CudaGraph(graph, self.driver.call("cuGraphGetNodes", raw)[1], capture)
+
+    def _end_capture(self, graph: torch.cuda.CUDAGraph, numbers: torch.Tensor) -> None:
+        """numbers: torch's random state before. Where a capture cannot be ended that state believes it goes on."""
+        try:
+            graph.capture_end()
+        except torch.AcceleratorError:
+            fresh = torch.Generator(self.torch_device)
+            fresh.set_state(numbers)
+            torch.cuda.default_generators[self.torch_device.index].graphsafe_set_state(fresh.graphsafe_get_state())
+            raise
 
     def launch(self, graph: Graph) -> None:
         """See `Device`. Others can run while it blocks."""

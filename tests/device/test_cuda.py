@@ -364,8 +364,12 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(device: CudaDevice) ->
         device.capture(forget)
     with pytest.raises(KeyboardInterrupt):
         device.capture(raising)
+    numbers = torch.cuda.get_rng_state()
     with pytest.raises(DeviceError, match="capture: CUDA_ERROR_STREAM_CAPTURE"):
         device.capture(synchronizing)
+    assert torch.equal(torch.cuda.get_rng_state(), numbers)
+    torch.rand(3, device=device.torch_device)
+    assert not torch.equal(torch.cuda.get_rng_state(), numbers)
     with pytest.raises(DeviceError, match=r"the device cannot reach .* register it"):
         device.capture(lambda stream: stream.copy(x, torch.zeros(3)))
     with pytest.raises(ValueError, match="copy of"):

@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "inductor"
 """Of torch.compile. Code of inductor is invisible to graphs of the simulated device."""
-OPTIONS: dict[str, Any] = {"triton.cudagraphs": False}
-"""Of inductor: its code is captured here, among what the experts put into the graph."""
+OPTIONS: dict[str, Any] = {"triton.cudagraphs": False, "coordinate_descent_tuning": True}
+"""Of inductor: its code is captured here, among what the experts put into the graph; and with tuning it multiplies a
+matrix with a single vector by a kernel of its own, near memory's rate, where the library's product is far from it."""
 KINDS = 8
 """Graphs of one function at most: layers of a model that differ more are not compiled."""
 _BESIDE = ("Norm", "RotaryEmbedding")
@@ -115,6 +116,7 @@ class CompiledLayers:
         if _is_capturing():
             raise RuntimeError("the capture differs from the run before it")
         self._graphs += 1
+        _add_biases_apart(graph)
         more = {"config_patches": OPTIONS} if BACKEND == "inductor" else {}
         return lookup_backend(BACKEND)(graph, inputs, **more)
 
@@ -156,6 +158,26 @@ class _OneLayer(Cache):  # type: ignore[misc]
 
 def _call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return type(module).forward(module, *args, **kwargs)
+
+
+def _add_biases_apart(graph: torch.fx.GraphModule) -> None:
+    """Linear modules with a bias as a product and a sum: only products alone are multiplied with a vector as above."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear):
+        x, weight, bias = (
+            *node.args,
+            *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs),
+            None,
+        )[:3]
+        if bias is None:
+            continue
+        with graph.graph.inserting_before(node):
+            product = graph.graph.call_function(torch.nn.functional.linear, (x, weight))
+            product.meta.update(node.meta)
+            total = graph.graph.call_function(torch.add, (product, bias))
+            total.meta.update(node.meta)
+        node.replace_all_uses_with(total)
+        graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def _is_capturing() -> bool:

@@ -1,6 +1,6 @@
 """Does decoding stay as it is for a long time? Memory, threads, flags and speed over many steps, then idleness.
 
-    python benchmarks/long_run.py --model FOLDER --steps 20000 --strategy hybrid --cache 0.5
+    python benchmarks/long_run.py --model FOLDER --text TOKENS.npz --steps 20000 --strategy hybrid --cache 0.5
 
 Texts are generated one after the other, with statistics on, until so many steps are done. Before, a tenth of the way
 and at the end: the process's memory and threads, the device's memory, tokens/s; then the share of a core that the idle

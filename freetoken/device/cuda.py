@@ -118,7 +118,7 @@ class CudaDevice:
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See `Device`."""
         with self.entered("host_tensor"):
-            return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+            return torch.zeros(*shape, dtype=dtype, device="cpu", pin_memory=True)
 
     @contextlib.contextmanager
     def register(self, memory: NDArray[Any]) -> Iterator[None]:

@@ -203,7 +203,7 @@ class SimulatedDevice:
 
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See `Device`."""
-        return torch.zeros(*shape, dtype=dtype)
+        return torch.zeros(*shape, dtype=dtype, device="cpu")
 
     @contextlib.contextmanager
     def register(self, memory: NDArray[Any]) -> Iterator[None]:

@@ -24,6 +24,11 @@ _WAITS = frozenset(
     )
 )  # fmt: skip
 _EMPTY = frozenset(getattr(_aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty"))
+_SHAPES = frozenset(
+    getattr(_aten, name)
+    for name in ("as_strided_", "detach_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
+)
+"""Change how a tensor looks at its memory, which they did once and for all."""
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,7 +59,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         given = {_memory(tensor) for tensor in _tensors((args, kwargs))}
         fresh = [_memory(tensor) not in given for tensor in _tensors(out)]
-        if any(fresh) or func._schema.is_mutable:
+        if any(fresh) or (func._schema.is_mutable and packet not in _SHAPES):
 
             def again() -> None:
                 found = func(*args, **kwargs)

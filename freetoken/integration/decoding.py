@@ -7,9 +7,10 @@ text has ended is known one step late, and the step too many is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from freetoken.decode.graph import SIZES, DecodeGraph, length_of, size_of
 from freetoken.decode.ring import TokenRing
 from freetoken.device.base import Graph
 from freetoken.duties.steps import StepGraph
-from freetoken.errors import DeviceError, StepError
+from freetoken.errors import ClosedError, DeviceError, FreeTokenError, StepError
 from freetoken.integration.fixed_cache import FixedForward, cache_argument, why_not_copied
 from freetoken.integration.generated import Generated
 from freetoken.integration.sampling import Sampler, sampler_key, unknown
@@ -110,8 +111,7 @@ class Decoder:
                 logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
                 with torch.inference_mode(False), torch.no_grad():
                     run.begin(input_ids, logits, logits_processor, model_kwargs, cache_argument(model))
-                    pad, longest = _pad(generation_config), int(generation_config.max_length)
-                    text = Generated(input_ids, stopping_criteria, pad, longest)
+                    text = Generated(input_ids, stopping_criteria, _pad(generation_config))
                     run.go(text, streamer)
                     return text.result()
             finally:
@@ -189,13 +189,23 @@ class Decoder:
         if kept is None or kept.forward.rows < size or placed != kept.placed:
             self._kept = kept = None  # before there is another
             forward = FixedForward(model, size, length)
-            self._kept = kept = _Kept(forward, DecodeGraph(self.experts, forward), placed)
+            kept = _Kept(forward, DecodeGraph(self.experts, forward), placed)
             with kept.graph.unmoved():
                 forward.run(size, length)  # its memory is allocated now
+            self._kept = kept
         elif length > kept.forward.length:
-            kept.graph.forget()
-            kept.forward.grow(length)
+            self.grow(kept, length)
         return kept
+
+    def grow(self, kept: _Kept, length: int) -> None:
+        """More room for tokens; what is kept is dropped if that fails, since half of it may have moved."""
+        try:
+            kept.graph.forget()
+            with kept.graph.between():
+                kept.forward.grow(length)
+        except BaseException:
+            self._kept = None
+            raise
 
     def capture(self, run: _Run) -> tuple[StepGraph, Graph] | None:
         """The graphs of a run's steps at the length that they have now; None where such are not to be had."""
@@ -216,7 +226,7 @@ class Decoder:
 
     def _refuse(self, error: Exception) -> None:
         """A step cannot be captured; raises an error that is about something else."""
-        if isinstance(error, StepError) or (isinstance(error, DeviceError) and error.facts["lost"]):
+        if isinstance(error, StepError | ClosedError) or (isinstance(error, DeviceError) and error.facts["lost"]):
             raise error
         self.why_not = f"a step cannot be captured: {type(error).__name__}: {error}"
 
@@ -233,6 +243,7 @@ class _Run:
         self._decoder, self._experts = decoder, decoder.experts
         self._prompt, self._most = prompt, most
         self._graphs: tuple[StepGraph, Graph] | None = None
+        self._shown = 0
 
     def begin(
         self, ids: torch.Tensor, logits: torch.Tensor, processors: Sequence[Any], given: dict[str, Any], cache: str
@@ -252,29 +263,37 @@ class _Run:
         """To the end."""
         with self._experts.stepping():
             try:
-                shown = self._loop(text, streamer)
-            except BaseException:
+                self._loop(text, streamer)
+            except BaseException as error:
                 self._experts.host.steps.cancel()
+                if isinstance(error, Exception):  # else somebody waits for the prompt, and work may take its time
+                    with contextlib.suppress(FreeTokenError):
+                        self._experts.host.steps.drain()
+                self._rewind()
                 raise
-        if self.sampler.sampled and shown < self._most:
-            self._numbers.rewind(self.sampler.draw, shown)
+        self._rewind()
         if streamer is not None:
             streamer.end()
 
-    def _loop(self, text: Generated, streamer: Streamer | None) -> int:
-        """How many tokens each text got."""
+    def _rewind(self) -> None:
+        """Random numbers are those after the tokens that were looked at."""
+        if self.sampler.sampled and self._shown < self._most:
+            self._numbers.rewind(self.sampler.draw, self._shown)
+
+    def _loop(self, text: Generated, streamer: Streamer | None) -> None:
         step, ahead = 0, self._launch(1)
         for n in range(self._most):
             if n:
                 step, ahead = ahead, self._launch(n + 1)
-            tokens = text.add(self._read(n, step))
+            tokens = self._read(n, step)
+            self._shown = n + 1
+            tokens = text.add(tokens)
             if streamer is not None:
                 streamer.put(tokens)
             if text.has_ended:
                 break
         if ahead:
             self._experts.wait(ahead)  # a step too many
-        return n + 1
 
     def _launch(self, n: int) -> int:
         """Let the device come to the n-th tokens, from 0; the number of the step, 0 where none was launched."""
@@ -300,15 +319,13 @@ class _Run:
         """From now on steps see so many tokens, or more."""
         self.length = length_of(tokens)
         if self.length > self.kept.forward.length:
-            self.kept.graph.forget()
-            with self.kept.graph.between():
-                self.kept.forward.grow(self.length)
+            self._decoder.grow(self.kept, self.length)
         self._graphs = self._decoder.capture(self)
 
     def choose(self) -> None:
         """The next tokens, of the logits that are there; they are what comes next."""
         tokens = self.sampler(self.kept.forward.logits[: self.sampler.rows])
-        self.kept.forward.feed(tokens)
+        self.kept.forward.feed(tokens.clamp(min=0))  # -1: none can be sampled, which the host raises when it sees it
         self.ring.write(tokens)
 
 
@@ -318,9 +335,19 @@ def _room(ids: torch.Tensor, config: Any) -> int:
 
 
 def _placed(model: Any) -> object:
-    """What graphs of a model depend on: where its tensors lie, and how it attends."""
-    tensors = (*model.parameters(), *model.buffers())
-    return model.config.get_text_config()._attn_implementation, tuple(tensor.data_ptr() for tensor in tensors)
+    """What graphs of a model depend on: where its tensors lie, how it attends, and what its modules are switched to."""
+    tensors = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+    return model.config.get_text_config()._attn_implementation, tensors, list(_switches(model))
+
+
+def _switches(model: Any) -> Iterator[object]:
+    """Plain attributes of modules, by which adapters, for one, are switched off; functions put in place of forward."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, bool | int | float | str) or name == "forward":
+                yield value
+            elif isinstance(value, list | tuple | set) and all(isinstance(one, str) for one in value):
+                yield tuple(value)
 
 
 def _pad(config: Any) -> int | None:

@@ -143,7 +143,7 @@ class FixedForward:
             self.positions = torch.zeros(rows, 1, dtype=torch.int64, device=on)
             self.column = torch.zeros(1, dtype=torch.int64, device=on)
             self.valid = torch.zeros(rows, dtype=torch.bool, device=on)
-            self.logits = torch.zeros(rows, 0, device=on)
+            self.logits = torch.zeros(rows, 0, dtype=torch.float32, device=on)
             self._visible = torch.ones(rows, 0, dtype=torch.bool, device=on)
         self.length = 0
         self.grow(length)
@@ -233,7 +233,7 @@ class FixedForward:
         logits = out.logits[:, -1]
         if self.logits.shape[1] != logits.shape[1]:
             with torch.inference_mode(False):
-                self.logits = torch.zeros(self.rows, logits.shape[1], device=self._on)
+                self.logits = torch.zeros(self.rows, logits.shape[1], dtype=torch.float32, device=self._on)
         self.logits[:rows].copy_(logits)
 
     def _cache(self, rows: int, length: int) -> Cache:

@@ -11,21 +11,24 @@ import torch
 class Generated:
     """What is generated, as transformers' loop has it, but on the host.
 
-    prompts: (B, T). longest: tokens of each with the prompt; pad: what comes after one that has ended.
+    prompts: (B, T). pad: what comes after a text that has ended.
     """
 
-    def __init__(self, prompts: torch.Tensor, criteria: Sequence[Any], pad: int | None, longest: int) -> None:
+    def __init__(self, prompts: torch.Tensor, criteria: Sequence[Any], pad: int | None) -> None:
         self._prompts, self._criteria = prompts, criteria
         self._pad = pad if any(hasattr(criterion, "eos_token_id") for criterion in criteria) else None
-        self._going = torch.ones(len(prompts), dtype=torch.int64)
-        self._ids = torch.empty(len(prompts), longest, dtype=torch.int64)
+        self._going = torch.ones(len(prompts), dtype=torch.int64, device="cpu")
+        self._ids = prompts.to("cpu", torch.int64, copy=True)
         self._n = prompts.shape[1]
-        self._ids[:, : self._n].copy_(prompts)
 
     def add(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The next token of each text (B,), padding where one has ended."""
+        """The next token of each text (B,), padding where one has ended; raises `RuntimeError` for -1."""
+        if bool((tokens < 0).any()):
+            raise RuntimeError("no token can be sampled: its scores are nan, or none is above -inf")
         if self._pad is not None:
             tokens = tokens * self._going + self._pad * (1 - self._going)
+        if self._n == self._ids.shape[1]:
+            self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
         self._ids[:, self._n] = tokens
         self._n += 1
         here = self._ids[:, : self._n]

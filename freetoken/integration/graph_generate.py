@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.nn.modules import module
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from freetoken import settings
@@ -45,6 +47,7 @@ class Generate:
         self.__signature__ = inspect.signature(self._plain.__get__(model))
         self._decoder = Decoder(experts)
         self._said: set[str] = set()
+        self._pid = os.getpid()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers' `GenerationMixin.generate`."""
@@ -54,6 +57,8 @@ class Generate:
         bound = self.__signature__.bind_partial(*args, **kwargs).arguments
         given = bound | bound.pop("kwargs", {})
         given.setdefault("disable_compile", True)  # a compiled step would be captured by torch, which knows no duties
+        if os.getpid() != self._pid:  # a thread that did not come along may have held a lock
+            return self._plain(model, **given)
         why, level = self._decoder.why_not or why_not_fixed(model) or "", logging.WARNING
         if not why:
             why, level = _why_not_ours(model, given), logging.INFO
@@ -87,13 +92,17 @@ def _why_not_ours(model: Any, given: dict[str, Any]) -> str:
         return "the model's own generation config has stop strings"
     if model.training:
         return "the model is in training mode"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on"
+    if module._global_forward_hooks or module._global_forward_pre_hooks:
+        return "hooks are registered on all modules"
     hooked = [type(m).__name__ for m in model.modules() if any(map(_is_strange, (*_hooks(m), *_hooks(m, "_pre"))))]
     return f"hooks are registered on {', '.join(sorted(set(hooked)))}" if hooked else ""
 
 
-def _hooks(module: torch.nn.Module, when: str = "") -> Iterable[Any]:
+def _hooks(hooked: torch.nn.Module, when: str = "") -> Iterable[Any]:
     """What torch calls before or after a module's forward, which no replay does."""
-    found: dict[int, Any] = getattr(module, f"_forward{when}_hooks")
+    found: dict[int, Any] = getattr(hooked, f"_forward{when}_hooks")
     return found.values()
 
 

@@ -93,13 +93,14 @@ class Sampler:
                 _mark_seen(next(seen), ids, processor.prompt_ignore_length)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next tokens (B,), of logits (B, vocabulary) in fp32."""
+        """The next tokens (B,), of logits (B, vocabulary) in fp32; -1 where none can be sampled."""
         scores = logits
         for apply in self._apply:
             scores = apply(scores)
         if self.sampled:
             chances = torch.nn.functional.softmax(scores, dim=-1)
             tokens = (chances / self.draw()).argmax(-1)
+            tokens = tokens.masked_fill(~(chances.sum(-1) > 0), -1)
         else:
             tokens = scores.argmax(-1)
         if len(self._ends):
@@ -107,12 +108,12 @@ class Sampler:
             self._valid.logical_and_((tokens[:, None] != self._ends).all(-1))
         self._length.add_(1)
         for seen in self._seen:
-            seen.scatter_(1, tokens[:, None].clamp(max=seen.shape[1] - 1), True)
+            seen.scatter_(1, tokens[:, None].clamp(0, seen.shape[1] - 1), True)
         return tokens
 
     def draw(self) -> torch.Tensor:
         """The random numbers (B, vocabulary) of one choice: those that `torch.multinomial` would take."""
-        noise = torch.empty(self.rows, self._vocabulary, device=self._valid.device)
+        noise = torch.empty(self.rows, self._vocabulary, dtype=torch.float32, device=self._valid.device)
         return noise.exponential_(1)
 
     def _adapt(self, processor: Any, vocabulary: int) -> Apply:

@@ -65,13 +65,13 @@ def calibrate(experts: DeviceExperts, layers: Sequence[int], top_k: int, dtype: 
     chosen = [experts.layers[number] for number in layers]
     k = min(top_k, chosen[0].n_experts)
     on = experts.device.torch_device
-    x = torch.randn(1, chosen[0].layout.hidden, dtype=torch.float32).to(on, dtype)
-    weights = torch.full((1, k), 1 / k, device=on)
+    x = torch.randn(1, chosen[0].layout.hidden, dtype=torch.float32, device="cpu").to(on, dtype)
+    weights = torch.full((1, k), 1 / k, dtype=torch.float32, device=on)
     ids = torch.zeros(len(layers), 1, k, dtype=torch.int64, device=on)
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
 
     def draw() -> None:
-        some = [torch.randperm(layer.n_experts, generator=random)[:k] for layer in chosen]
+        some = [torch.randperm(layer.n_experts, generator=random, device="cpu")[:k] for layer in chosen]
         ids.copy_(torch.stack(some)[:, None])
 
     def forward() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -23,10 +24,10 @@ import freetoken
 from freetoken.decode import graph
 from freetoken.device.base import Device
 from freetoken.device.simulated import SimulatedDevice
-from freetoken.errors import ClosedError, FreeTokenError, StepError
+from freetoken.errors import ClosedError, FreeTokenError, StepError, UnsupportedError
 from freetoken.executor import BoundLayer
 from freetoken.integration.device import open_device
-from freetoken.integration.fixed_cache import FixedForward, cache_argument
+from freetoken.integration.fixed_cache import FixedForward, _Memory, cache_argument
 from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.host import HandOff, HostExperts
 from tests.integration.test_device import experts_of
@@ -595,3 +596,131 @@ def test_a_deleted_model(tiny: Path, device: Device) -> None:
     del kept
     gc.collect()
     assert forward() is None
+
+
+# -- what a graph must not outlive, found by fresh eyes
+
+
+def test_modes_that_change_numbers(tiny: Path, device: Device, replays: list[int]) -> None:
+    """The default dtype says nothing of ours; autocast is left to transformers."""
+    model = place(tiny, device)
+    given = prompts(2, device) | {"max_new_tokens": NEW}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        check_same(model, replays, NEW - 1, **given)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    check_same(model, replays, NEW - 1, **given)
+    with torch.autocast(model.device.type, torch.bfloat16):
+        check_same(model, replays, 0, **given)
+    check_same(model, replays, NEW - 1, **given)
+
+
+def test_switches_of_modules(tiny: Path, device: Device, replays: list[int]) -> None:
+    """A flag that a forward reads, as adapters have it; hooks on all modules."""
+    model = place(tiny, device)
+    given = prompts(1, device) | {"max_new_tokens": NEW}
+    norm = model.model.norm
+    plain, norm.on = norm.forward, False
+    norm.forward = lambda x: plain(-x if norm.on else x)
+    for norm.on in (False, True, False):
+        check_same(model, replays, NEW - 1, **given)
+    seen: list[object] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: seen.append(args[0]))
+    check_same(model, replays, 0, **given)
+    handle.remove()
+    assert seen
+
+
+@pytest.mark.parametrize("how", [{"temperature": 1e-39}, {"suppress_tokens": list(range(96))}])
+def test_nothing_that_can_be_sampled(placed: Any, device: Device, replays: list[int], how: dict[str, Any]) -> None:
+    if isinstance(device, SimulatedDevice):  # elsewhere torch's own refusal loses the device
+        with pytest.raises(RuntimeError, match="probability tensor"):
+            plainly(placed, **prompts(2, device), max_new_tokens=NEW, do_sample=True, **how)
+    with pytest.raises(RuntimeError, match="no token can be sampled"):
+        placed.generate(**prompts(2, device), max_new_tokens=NEW, do_sample=True, **how)
+    check_same(placed, replays, NEW - 1, **prompts(2, device), max_new_tokens=NEW)
+
+
+def test_as_many_tokens_as_there_are(placed: Any, device: Device, replays: list[int]) -> None:
+    """Nothing is allocated for all that may come."""
+    ends = plainly(placed, **prompts(1, device), max_new_tokens=4)[0, -1].item()
+    found = check_same(placed, replays, **prompts(1, device), max_new_tokens=10**12, eos_token_id=ends)
+    assert found.shape[1] <= 7 + 4
+
+
+def test_no_memory_while_a_cache_grows(gpt_oss: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of it has moved: an error, and the texts after it are right."""
+    monkeypatch.setattr(graph, "SHORTEST", 8)
+    monkeypatch.setattr("freetoken.integration.decoding._AHEAD", 3)
+    model = place(gpt_oss, device)
+    short, long = ({**prompts(1, device, 3), "max_new_tokens": n} for n in (4, 20))
+    expected = plainly(model, **short)
+    for nth in range(1, 6):
+        assert torch.equal(model.generate(**short), expected)
+        with monkeypatch.context() as patch:
+            reserve, calls = _Memory.reserve, []
+
+            def fail(*args: Any, reserve: Any = reserve, calls: list[int] = calls, nth: int = nth) -> None:
+                calls.append(1)
+                if len(calls) == nth:
+                    raise torch.OutOfMemoryError("for this test")
+                reserve(*args)
+
+            patch.setattr(_Memory, "reserve", fail)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                model.generate(**long)
+        assert torch.equal(model.generate(**short), expected), nth
+
+
+def test_in_a_fork(tiny: Path) -> None:
+    """While another thread decodes: refused at once."""
+    model = place(tiny, SimulatedDevice(5))
+    model.generate._decoder._lock.acquire()  # as by a thread that does not come along
+    child = os.fork()
+    if not child:
+        try:
+            model.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
+        except UnsupportedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    model.generate._decoder._lock.release()
+
+
+def test_texts_before_leave_nothing(placed: Any, tiny: Path, device: Device, replays: list[int]) -> None:
+    """A prompt with much padding before one with none; a short cache before a longer one, captured already."""
+    ids = prompts(1, device, 9)
+    padded = ids | {"attention_mask": (torch.arange(9, device=device.torch_device) > 6).long()[None]}
+    check_same(placed, replays, NEW - 1, **padded, max_new_tokens=NEW)
+    check_same(placed, replays, NEW - 1, **prompts(1, device, 4), max_new_tokens=NEW)
+    model = place(tiny, device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "SHORTEST", 4)
+        check_same(model, replays, 3, **prompts(1, device), max_new_tokens=4)
+        check_same(model, replays, 29, **prompts(1, device), max_new_tokens=30)
+        check_same(model, replays, 3, **prompts(1, device), max_new_tokens=4)
+
+
+def test_random_numbers_after_an_error(placed: Any, device: Device, replays: list[int]) -> None:
+    """Are those after the tokens that were seen."""
+    given = prompts(1, device) | {"max_new_tokens": NEW, "do_sample": True}
+
+    def fail() -> None:
+        raise OSError("the pipe is broken")
+
+    found = []
+    for way in (plainly, lambda model, **how: model.generate(**how)):
+        torch.manual_seed(11)
+        with pytest.raises(OSError, match="the pipe is broken"):
+            way(placed, **given, streamer=Breaking(fail))
+        found.append(torch.rand(3, device=placed.device))
+    assert torch.equal(*found)
+
+
+def test_closed_before(tiny: Path, device: Device, why: pytest.LogCaptureFixture) -> None:
+    model = place(tiny, device)
+    experts_of(model).close()
+    with pytest.raises(ClosedError):
+        model.generate(**prompts(1, device), max_new_tokens=NEW)
+    assert not [line for line in why.messages if "cannot be captured" in line]

@@ -104,6 +104,7 @@ class Decoder:
                 why = self._why_not(model, input_ids, logits_processor, generation_config, model_kwargs)
                 if why:
                     raise UnsuitedError(why)
+                self.experts.host.steps.drain()  # raises where a step before does not end: nothing may wait for it
                 with torch.inference_mode(False), torch.no_grad():  # what is kept is used outside of that too
                     run = self._prepare(model, input_ids, logits_processor, stopping_criteria, generation_config)
                 if streamer is not None:
@@ -190,7 +191,7 @@ class Decoder:
             self._kept = kept = None  # before there is another
             forward = FixedForward(model, size, length)
             kept = _Kept(forward, DecodeGraph(self.experts, forward), placed)
-            with kept.graph.unmoved():
+            with kept.graph.unmoved(), self.experts.not_counting():
                 forward.run(size, length)  # its memory is allocated now
             self._kept = kept
         elif length > kept.forward.length:
@@ -226,7 +227,8 @@ class Decoder:
 
     def _refuse(self, error: Exception) -> None:
         """A step cannot be captured; raises an error that is about something else."""
-        if isinstance(error, StepError | ClosedError) or (isinstance(error, DeviceError) and error.facts["lost"]):
+        of_device = isinstance(error, DeviceError) and (error.facts["lost"] or error.facts["operation"] != "capture")
+        if isinstance(error, StepError | ClosedError) or of_device:
             raise error
         self.why_not = f"a step cannot be captured: {type(error).__name__}: {error}"
 

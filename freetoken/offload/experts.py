@@ -202,7 +202,8 @@ class DeviceExperts:
         """
         self.wait_until_pinned()
         self._begin_graphs()
-        return self.capture_with_trips(forward, valid, share, tailed)[0]
+        with self.not_counting():
+            return self.capture_with_trips(forward, valid, share, tailed)[0]
 
     def capture_with_trips(
         self,

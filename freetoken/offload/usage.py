@@ -17,9 +17,9 @@ class Usage:
     tokens at once. link_bps: what a plain copy from pinned memory reached when the first layer was pinned, bytes a
     second; 0 where none was made. host_threads: that compute layers, 0 where none was computed there.
 
-    Of decoding in graphs, what was counted since `reset_statistics`: fetched_per_token, computed_per_token: missing
-    experts that were fetched, or left to the host, over all layers. split: how they are divided. waits: how the device
-    waits for the host, "" where it never did. waited: how long, for each layer that left something to the host;
+    What was counted since `reset_statistics`, but for runs before a capture: fetched_per_token, computed_per_token:
+    missing experts that were fetched, or left to the host, over all layers. split: how they are divided. waits: how the
+    device waits for the host, "" where it never did. waited: how long, for each layer that left something to the host;
     hand_off: what of that is neither the host's work nor the device's own; host_work: the former.
     """
 

@@ -37,7 +37,10 @@ COMPILED = "modules compiled as"
 UNCOMPILED = "without being compiled"
 IMPLEMENTATION = "tests_one_product"
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch, by its own compiler
+]
 
 
 def one_product(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import freetoken
 from freetoken.decode import graph
 from freetoken.device.base import Device
 from freetoken.device.simulated import SimulatedDevice
-from freetoken.errors import ClosedError, FreeTokenError, StepError, UnsupportedError
+from freetoken.errors import ClosedError, DeviceError, FreeTokenError, StepError, UnsupportedError
 from freetoken.executor import BoundLayer
 from freetoken.integration.device import open_device
 from freetoken.integration.fixed_cache import FixedForward, _Memory, cache_argument
@@ -724,3 +724,39 @@ def test_closed_before(tiny: Path, device: Device, why: pytest.LogCaptureFixture
     with pytest.raises(ClosedError):
         model.generate(**prompts(1, device), max_new_tokens=NEW)
     assert not [line for line in why.messages if "cannot be captured" in line]
+
+
+def test_a_step_that_never_ends(tiny: Path, replays: list[int]) -> None:
+    """An error, and from then on errors: nothing waits for it."""
+    for fault in ("silent bell", "lost"):
+        device = SimulatedDevice(5)
+        model = place(tiny, device)
+        given = prompts(1, device) | {"max_new_tokens": NEW}
+        with pytest.raises((StepError, DeviceError)):
+            model.generate(**given, streamer=Breaking(lambda: device.inject(fault, 1)))  # noqa: B023
+        for _ in range(2):
+            with pytest.raises((StepError, DeviceError), match=r"load the model again|is lost"):
+                model.generate(**given)
+
+
+def test_a_fault_before_the_first_step(tiny: Path, replays: list[int]) -> None:
+    """Is raised, and is not taken for a model that cannot be captured."""
+    device = SimulatedDevice(5)
+    model = place(tiny, device)
+    given = prompts(1, device) | {"max_new_tokens": NEW}
+    device.inject("launch")
+    with pytest.raises(DeviceError, match="simulated fault"):
+        model.generate(**given)
+    check_same(model, replays, NEW - 1, **given)
+
+
+def test_what_is_run_before_a_capture_is_not_counted(tiny: Path, device: Device) -> None:
+    model = place(tiny, device, "hybrid")
+    found = []
+    for _ in range(2):
+        experts_of(model).reset_statistics()
+        model.generate(**prompts(1, device), max_new_tokens=NEW)
+        usage = experts_of(model).usage()
+        assert usage.statistics is not None
+        found.append((usage.statistics.steps, usage.statistics.routed))
+    assert found[0] == found[1]

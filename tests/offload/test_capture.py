@@ -14,6 +14,7 @@ import triton
 from freetoken import formats
 from freetoken.device.base import Device
 from freetoken.device.simulated import SimulatedDevice
+from freetoken.device.simulated_streams import SimulatedStream
 from freetoken.errors import ClosedError, DeviceError, FreeTokenError, StepError
 from freetoken.executor import Activation, Executor
 from freetoken.gpu.tables import MOST_ROUTES
@@ -176,6 +177,23 @@ def test_layers_that_are_refused_are_the_hosts(device: Device, monkeypatch: pyte
     step.run(3)
     assert step.experts.calibration is None and step.experts.usage().computed_per_token == 0
     assert len(step.step.duties) == LAYERS
+
+
+def test_products_wait_for_what_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes; those of experts that were there do not."""
+    fork, kernel = SimulatedStream.fork, SimulatedStream.kernel
+
+    def slow(self: SimulatedStream) -> SimulatedStream:
+        side = fork(self)
+        monkeypatch.setattr(side, "kernel", lambda work, cost=0.0: kernel(side, work, 1.0), raising=False)
+        return side
+
+    monkeypatch.setattr(SimulatedStream, "fork", slow)
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("Triton compiles for the GPU here")
+    step = Step(SimulatedDevice(3), "offload", 2)
+    step.experts.forget()
+    step.run(3)
 
 
 def test_eager_calls_between_replays(device: Device) -> None:

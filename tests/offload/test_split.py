@@ -32,6 +32,16 @@ def test_a_side_that_is_useless() -> None:
     assert [far.choose(m) for m in (1, 2, 3, 4)] == [1, 2, 3, 3], "a trip must be worth it"
 
 
+@pytest.mark.parametrize(
+    ("missing", "hand_off", "all_fetched"), [(1, 80e-6, True), (1, 20e-6, False), (4, 80e-6, False), (4, 20e-6, False)]
+)
+def test_a_ratio_of_rates_is_not_enough(missing: int, hand_off: float, all_fetched: bool) -> None:
+    """Experts of 2,764,800 bytes; a host of 63.8 GB/s and a link of 24.9, 54.0 and 23.9 together."""
+    fetch, compute, fetch_beside, compute_beside = (2_764_800 / rate for rate in (24.9e9, 63.8e9, 23.9e9, 54.0e9))
+    prices = Prices(fetch, compute, fetch_beside, compute_beside, hand_off)
+    assert (prices.choose(missing) == missing) == all_fetched
+
+
 def test_never_worse_than_either_side_alone() -> None:
     random = np.random.default_rng(0)
     for _ in range(300):

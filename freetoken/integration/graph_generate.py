@@ -66,7 +66,7 @@ class Generate:
             try:
                 return self._replay(model, given)
             except UnsuitedError as unsuited:
-                why = str(unsuited)
+                why, level = str(unsuited), logging.WARNING if self._decoder.why_not else logging.INFO
         if why not in self._said:
             self._said.add(why)
             logger.log(level, "generate does not replay steps as a graph: %s", why)

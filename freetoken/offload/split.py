@@ -58,10 +58,14 @@ def parse_max_fetch(value: str | float) -> Callable[[int], int] | None:
     text = "" if isinstance(value, bool) else str(value).strip().lower()
     if text == "auto":
         return None
-    if re.fullmatch(r"\d{1,9}", text):
+    if re.fullmatch(r"[0-9]{1,9}", text):
         most = int(text)
         return lambda missing: min(missing, most)
-    if re.fullmatch(r"\d*\.\d+(e-\d\d?)?|\d+\.|\d+e-\d\d?", text) and len(text) < 40 and float(text) <= 1:
+    if (
+        re.fullmatch(r"[0-9]*\.[0-9]+(e-[0-9]{1,3})?|[0-9]+\.|[0-9]+e-[0-9]{1,3}", text)
+        and len(text) < 40
+        and float(text) <= 1
+    ):
         share = float(text)
         return lambda missing: math.floor(missing * share + 0.5)
     raise ConfigError(f"max_fetch={value!r} is none of {EXPECTED}", name="max_fetch", value=value, expected=EXPECTED)

@@ -290,6 +290,14 @@ def test_what_is_not_known(
     assert not replays and len(lines) == 1 and words in lines[0]
 
 
+def test_stop_strings_of_the_models_own(gpt_oss: Path, device: Device, replays: list[int], why: Any) -> None:
+    model = place(gpt_oss, device)
+    model.generation_config.stop_strings = ["never"]
+    with pytest.raises(ValueError, match="tokenizer"):  # as transformers has it
+        model.generate(**prompts(1, device), max_new_tokens=3)
+    assert "stop strings" in why.text and not replays
+
+
 def test_more_rows_than_a_step_has(placed: Any, device: Device, replays: list[int]) -> None:
     check_same(placed, replays, 0, **prompts(9, device), max_new_tokens=3)
 
@@ -314,6 +322,10 @@ def test_hooks_and_training_are_no_graphs(tiny: Path, device: Device, replays: l
     hook = model.lm_head.register_forward_hook(lambda *_: seen.append(1))
     model.generate(**prompts(1, device), max_new_tokens=4)
     assert len(seen) == 4 and "hooks are registered on Linear" in why.text
+    hook.remove()
+    hook = model.lm_head.register_forward_pre_hook(lambda *_: seen.append(2))
+    model.generate(**prompts(1, device), max_new_tokens=4)
+    assert seen.count(2) == 4
     hook.remove()
     model.train()
     model.generate(**prompts(1, device), max_new_tokens=4)

@@ -65,7 +65,7 @@ def test_what_was_measured_goes_before_what_is_reckoned() -> None:
     [
         (0, [0, 0, 0, 0, 0]), ("2", [0, 1, 2, 2, 2]), (1000, [0, 1, 2, 3, 4]), (0.5, [0, 1, 1, 2, 2]),
         ("0.25", [0, 0, 1, 1, 1]), (0.0, [0, 0, 0, 0, 0]), (1.0, [0, 1, 2, 3, 4]), (" .75 ", [0, 1, 2, 2, 3]),
-        (np.float64(0.5), [0, 1, 1, 2, 2]), (1e-9, [0, 0, 0, 0, 0]),
+        (np.float64(0.5), [0, 1, 1, 2, 2]), (1e-9, [0, 0, 0, 0, 0]), (1e-300, [0, 0, 0, 0, 0]),
     ],
 )  # fmt: skip
 def test_as_asked(asked: str | float, fetches: list[int]) -> None:
@@ -74,7 +74,8 @@ def test_as_asked(asked: str | float, fetches: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", ["", "half", -1, -0.5, 1.5, "1.01", float("nan"), float("inf"), True, None, "9" * 5000, "50%", b"1", [1]]
+    "asked",
+    ["", "half", -1, -0.5, 1.5, "1.01", float("nan"), float("inf"), True, None, "9" * 5000, "\uff11", "50%", b"1", [1]],
 )
 def test_refused(asked: object) -> None:
     with pytest.raises(ConfigError, match="max_fetch="):

@@ -30,7 +30,7 @@ from freetoken.errors import (
 if TYPE_CHECKING:
     from freetoken.integration.attach import attach
     from freetoken.integration.transformers import load
-    from freetoken.model_report import report
+    from freetoken.model_report import count_statistics, report
 
 try:
     __version__ = importlib.metadata.version("freetoken")
@@ -48,13 +48,14 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attach",
+    "count_statistics",
     "load",
     "report",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`load`, `attach` and `report` are imported when first used."""
+    """What is not here yet is imported when it is first used."""
     if name in ("load", "attach"):
         module = "transformers" if name == "load" else "attach"
         try:
@@ -64,8 +65,6 @@ def __getattr__(name: str) -> Any:
                 f"{error.name} is not installed, and {name}() needs it: pip install freetoken[models]",
                 feature=str(error.name),
             ) from error
-    if name == "report":
-        from freetoken.model_report import report
-
-        return report
+    if name in ("report", "count_statistics"):
+        return getattr(importlib.import_module("freetoken.model_report"), name)
     raise AttributeError(f"module 'freetoken' has no attribute {name!r}")

@@ -11,7 +11,7 @@ import torch
 from freetoken.checkpoint.inspect import experts_per_token
 from freetoken.errors import FreeTokenError
 from freetoken.executor import BoundLayer
-from freetoken.integration.operator import layer_of
+from freetoken.integration.operator import AnyLayer, layer_of
 from freetoken.memory import residency
 from freetoken.memory.placement import Achieved, measure
 from freetoken.offload.layer import DeviceLayer
@@ -139,12 +139,30 @@ def _us(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
-def report(model: Any) -> Report:
-    """Report on a model from `freetoken.load` or `attach`; raises `FreeTokenError` for any other model."""
+def count_statistics(model: Any, on: bool = True, *, reset: bool = False) -> None:
+    """Whether what a model on a device looks up, fetches and waits for is counted from now on, as it is at first.
+
+    It is counted on the device, in graphs too, which need not be captured again. reset: count from 0. Without a device
+    nothing is counted. Raises `FreeTokenError` for a model that is not ours.
+    """
+    first = _layers(model)[0]
+    if isinstance(first, DeviceLayer):
+        first.experts.count(on)
+        if reset:
+            first.experts.reset_statistics()
+
+
+def _layers(model: Any) -> list[AnyLayer]:
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     layers = [layer for module in modules if (layer := layer_of(module)) is not None]
     if not layers:
         raise FreeTokenError(f"{type(model).__name__} has no banks: only models from freetoken.load or attach have")
+    return layers
+
+
+def report(model: Any) -> Report:
+    """Report on a model from `freetoken.load` or `attach`; raises `FreeTokenError` for any other model."""
+    layers = _layers(model)
     per_token = experts_per_token(model.config.get_text_config().to_dict())
     bound = [found for layer in layers if (found := layer.bound) is not None]
     shards = [shard for layer in bound for shard in layer.bank.shards]

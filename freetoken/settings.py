@@ -163,6 +163,6 @@ COMPILE = Choice(
     "FREETOKEN_COMPILE",
     "off",
     ("off", "on"),
-    "whether layers of steps that are captured are compiled by torch first; off because that takes from seconds to a "
-    "minute before the first step of each number of texts and length of cache, and rounds otherwise than transformers",
+    "whether layers of steps that are captured are compiled by torch first; off because that takes a minute or more "
+    "before the first step of each number of texts and length of cache, and rounds otherwise than transformers",
 )

@@ -631,3 +631,20 @@ def test_generate(tiny: Path, model: Any, device: Device, strategy: str) -> None
     for more in ({}, {"cache_implementation": "static"}):
         found = other.generate(there, attention_mask=torch.ones_like(there), **how, **more)
         np.testing.assert_array_equal(found.cpu(), expected)
+
+
+def test_counting_is_switched(tiny: Path, model: Any) -> None:
+    """By a model's user, from its first look-up on; a model without a device has nothing to count."""
+    other = loaded(tiny, simulated(), "offload", 0.5)
+    ids = torch.tensor([[3]])
+    found = []
+    for on, reset in ((True, True), (False, False), (True, False), (False, True)):
+        freetoken.count_statistics(other, on, reset=reset)
+        logits(other, ids)
+        facts = freetoken.report(other).device
+        assert facts is not None and facts.statistics is not None
+        found.append(facts.statistics.routed)
+    assert found[0] > 0 and found == [found[0], found[0], 2 * found[0], 0]
+    freetoken.count_statistics(model, False)
+    with pytest.raises(freetoken.FreeTokenError, match="no banks"):
+        freetoken.count_statistics(torch.nn.Linear(1, 1))

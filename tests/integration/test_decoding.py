@@ -772,3 +772,12 @@ def test_what_is_run_before_a_capture_is_not_counted(tiny: Path, device: Device)
         assert usage.statistics is not None
         found.append((usage.statistics.steps, usage.statistics.routed))
     assert found[0] == found[1]
+
+
+def test_nothing_is_pinned_meanwhile(tiny: Path, device: Device) -> None:
+    model, seen = place(tiny, device, "offload"), []
+    pinner = experts_of(model)._pinner
+    assert pinner is not None
+    streamer = Breaking(lambda: seen.append(len(pinner._steps)))
+    model.generate(**prompts(1, device), max_new_tokens=4, streamer=streamer)
+    assert seen == [1] and not pinner._steps

@@ -42,10 +42,10 @@ class StepCapture:
         return self.hand_offs[key]
 
     def count(self, ids: torch.Tensor) -> torch.Tensor:
-        """(B, K): ids, -1 for tokens that do not count."""
+        """(B, K), contiguous: ids, -1 for tokens that do not count."""
         if self.valid is None:
-            return ids.contiguous()
-        valid, out = self.valid, torch.empty_like(ids)
+            return self.as_type(ids, ids.dtype)
+        valid, out = self.valid, torch.empty(ids.shape, dtype=ids.dtype, device=ids.device)
         nobody = ids.new_full((), -1)
         self.stream.kernel(lambda: torch.where(valid[:, None], ids, nobody, out=out))
         return out

@@ -64,7 +64,7 @@ class Step:
         self.experts = DeviceExperts(device, self.bound, shapes, room, self.dtype, **how)
         on = device.torch_device
         self.x = torch.zeros(batch, HIDDEN, dtype=self.dtype, device=on)
-        self.ids = torch.zeros(LAYERS, batch, TOP_K, dtype=torch.int64, device=on)
+        self.ids = torch.zeros(LAYERS, TOP_K, batch, dtype=torch.int64, device=on).mT  # as routers may give them
         self.weights = torch.zeros(LAYERS, batch, TOP_K, device=on)
         self.out = torch.zeros(batch, HIDDEN, dtype=self.dtype, device=on)
         self.valid = torch.ones(batch, dtype=torch.bool, device=on) if self.masked else None

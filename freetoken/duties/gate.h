@@ -1,8 +1,8 @@
 /* A standing team: thread 0 opens the gate, all do the same work with their numbers, and meet at its end.
  *
  * Threads that wait at the gate spin for some milliseconds, which is longer than some layers on a GPU take that leave nothing
- * to the host, and then sleep: a team that is not used costs nothing. Waking 14 sleeping threads took 0.2 ms, four times
- * what they were woken for.
+ * to the host, and then sleep: a team that is not used costs nothing. Of a small model that seldom left something to 15 cores,
+ * work took 0.20 ms when they slept after a fifth of that, and 0.09 in a later run with this.
  */
 #ifndef FREETOKEN_GATE_H
 #define FREETOKEN_GATE_H

@@ -34,7 +34,8 @@ BACKEND = "inductor"
 """Of torch.compile. Code of inductor is invisible to graphs of the simulated device."""
 OPTIONS: dict[str, Any] = {"triton.cudagraphs": False, "coordinate_descent_tuning": True}
 """Of inductor: its code is captured here, among what the experts put into the graph; and with tuning it multiplies a
-matrix with a single vector by a kernel of its own, near memory's rate, where the library's product is far from it."""
+matrix with a single vector by a kernel of its own. A step without experts, gpt-oss-120b cut to 12 layers on an H200:
+2.3 ms as it is, 1.24 to 1.37 compiled, 1.01 compiled with tuning."""
 KINDS = 8
 """Graphs of one function at most: layers of a model that differ more are not compiled."""
 _BESIDE = ("Norm", "RotaryEmbedding")

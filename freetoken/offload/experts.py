@@ -175,8 +175,10 @@ class DeviceExperts:
     @property
     def host(self) -> HostExperts:
         """What the host does for the device, made when it is first wanted."""
-        if self._host is None:
-            self._host = HostExperts(self.device, self._executor)
+        if self._host is None:  # else without the lock, which a launch may hold: what is there can be cancelled
+            with self._lock:
+                self._check_open()  # threads that are begun now would never end
+                self._host = self._host or HostExperts(self.device, self._executor)
         return self._host
 
     # -- whole steps

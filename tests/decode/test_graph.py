@@ -15,19 +15,13 @@ from freetoken.executor import Activation, Executor
 from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.room import Asked, choose_room
 from freetoken.offload.slots import LayerExperts
+from tests.support.devices import DEVICES, open_for_test
 from tests.test_executor import HIDDEN, TOP_K, make_bank
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    if request.param == "simulated":
-        yield SimulatedDevice(3)
-        return
-    from freetoken.device.cuda import CudaDevice
-
-    device = CudaDevice()
-    yield device
-    device.close()
+    yield from open_for_test(request.param, lambda: SimulatedDevice(3))
 
 
 class Model:

@@ -12,18 +12,12 @@ from freetoken.device.base import Device
 from freetoken.device.simulated import SimulatedDevice
 from freetoken.duties import Steps, Worker
 from freetoken.duties.steps import MAX_IN_FLIGHT
+from tests.support.devices import DEVICES, open_for_test
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    if request.param == "simulated":
-        yield SimulatedDevice(2, queue_nodes=4)
-        return
-    from freetoken.device.cuda import CudaDevice
-
-    device = CudaDevice()
-    yield device
-    device.close()
+    yield from open_for_test(request.param, lambda: SimulatedDevice(2, queue_nodes=4))
 
 
 def test_tokens_of_steps_that_overlap(device: Device) -> None:

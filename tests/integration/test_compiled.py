@@ -16,19 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from transformers import DynamicCache
 from transformers.integrations.moe import ExpertsInterface
 
 import freetoken
 from freetoken.device.base import Device
-from freetoken.device.simulated import SimulatedDevice
 from freetoken.errors import ConfigError
 from freetoken.integration import compiled
-from freetoken.integration.device import open_device
 from freetoken.integration.fixed_cache import FixedForward, cache_argument
 from freetoken.integration.plan import find_experts
 from tests.integration.test_fixed_cache import TAKEN, WINDOW, family
+from tests.support.devices import DEVICES, open_for_test, with_interpreter
 
 LENGTH = 32
 PROMPT = 11
@@ -51,19 +49,11 @@ def one_product(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.
 ExpertsInterface.register(IMPLEMENTATION, one_product)
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    if request.param == "simulated":
-        if not triton.knobs.runtime.interpret:
-            pytest.skip("Triton compiles for the GPU here")
-        yield SimulatedDevice(5)
-        return
-    found = open_device("cuda")
-    assert found is not None
-    compiled.BACKEND = "inductor"  # put back by the fixture below
-    yield found
-    gc.collect()
-    found.close()
+    if request.param == "cuda":
+        compiled.BACKEND = "inductor"  # put back by the fixture below
+    yield from open_for_test(request.param, lambda: with_interpreter(5))
 
 
 @pytest.fixture(autouse=True)

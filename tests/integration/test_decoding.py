@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from transformers import AutoTokenizer, DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 import freetoken
@@ -32,6 +31,7 @@ from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.host import HandOff, HostExperts
 from tests.integration.test_device import experts_of
 from tests.integration.test_families import LOADS
+from tests.support.devices import DEVICES, open_for_test, with_interpreter
 from tests.support.families import make_config, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,18 +40,9 @@ NEW = 8
 STRATEGIES = ("cpu", "offload", "hybrid", "resident")
 
 
-@pytest.fixture(scope="module", params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    if request.param == "simulated":
-        if not triton.knobs.runtime.interpret:
-            pytest.skip("Triton compiles for the GPU here")
-        yield SimulatedDevice(5)
-        return
-    found = open_device("cuda")
-    assert found is not None
-    yield found
-    gc.collect()
-    found.close()
+    yield from open_for_test(request.param, lambda: with_interpreter(5))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -735,6 +726,7 @@ def test_closed_before(tiny: Path, device: Device, why: pytest.LogCaptureFixture
     experts_of(model).close()
     with pytest.raises(ClosedError):
         model.generate(**prompts(1, device), max_new_tokens=NEW)
+    assert experts_of(model)._host is None, "no thread is begun that nobody ends"
     assert not [line for line in why.messages if "cannot be captured" in line]
 
 

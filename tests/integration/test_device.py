@@ -37,13 +37,14 @@ from freetoken.executor import BoundLayer
 from freetoken.fidelity import compare_greedy
 from freetoken.gpu.gather import Gather
 from freetoken.gpu.grouped import GroupedProduct
-from freetoken.integration.device import open_device, place
+from freetoken.integration.device import place
 from freetoken.integration.operator import layer_of
 from freetoken.memory.placement import Placement
 from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.layer import DeviceLayer
 from freetoken.offload.pinning import REFUSED, Pinner
 from freetoken.offload.streaming import Streamer
+from tests.support.devices import DEVICES, open_for_test
 
 STRATEGIES = ("cpu", "offload", "resident")
 
@@ -55,16 +56,9 @@ def simulated(kind: type[SimulatedDevice] = SimulatedDevice, **how: Any) -> Simu
     return kind(5, **how)
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    if request.param == "simulated":
-        yield simulated()
-        return
-    found = open_device("cuda")
-    assert found is not None
-    yield found
-    gc.collect()
-    found.close()
+    yield from open_for_test(request.param, simulated)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.room import Asked, choose_room
 from freetoken.offload.slots import LayerExperts
 from freetoken.offload.split import fetch_table
+from tests.support.devices import DEVICES, open_for_test, with_interpreter
 from tests.test_executor import EXPERTS, HIDDEN, TOP_K, make_bank
 
 LAYERS = 2
@@ -29,19 +29,9 @@ WITH_CACHE = ("offload", "hybrid")
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    if request.param == "simulated":
-        if not triton.knobs.runtime.interpret:
-            pytest.skip("Triton compiles for the GPU here")
-        yield SimulatedDevice(3)
-        return
-    from freetoken.device.cuda import CudaDevice
-
-    device = CudaDevice()
-    yield device
-    gc.collect()
-    device.close()
+    yield from open_for_test(request.param, lambda: with_interpreter(3))
 
 
 @pytest.fixture(autouse=True)

@@ -14,19 +14,13 @@ from freetoken.duties.steps import StepGraph
 from freetoken.errors import StepError
 from freetoken.executor import Activation, BoundLayer, Executor
 from freetoken.offload.host import HostExperts
+from tests.support.devices import DEVICES, open_for_test
 from tests.test_executor import EXPERTS, TOP_K, make_bank, make_input
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    if request.param == "simulated":
-        yield SimulatedDevice(3, queue_nodes=4)
-        return
-    from freetoken.device.cuda import CudaDevice
-
-    device = CudaDevice()
-    yield device
-    device.close()
+    yield from open_for_test(request.param, lambda: SimulatedDevice(3, queue_nodes=4))
 
 
 def bound(executor: Executor, name: str = "q8_0") -> BoundLayer:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import textwrap
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -40,6 +42,9 @@ KINDS = 8
 """Graphs of one function at most: layers of a model that differ more are not compiled."""
 _BESIDE = ("Norm", "RotaryEmbedding")
 """How classes of modules end that stand beside the layers and are compiled too."""
+
+_REASON = 200
+"""Characters of the reason why a model is not compiled; errors of inductor begin with a cause and end with a graph."""
 
 _models: weakref.WeakKeyDictionary[Any, CompiledLayers] = weakref.WeakKeyDictionary()
 
@@ -117,6 +122,8 @@ class CompiledLayers:
         if _is_capturing():
             raise RuntimeError("the capture differs from the run before it")
         self._graphs += 1
+        # of inductor, about a choice of its own: where warnings are errors, nothing would be compiled for it
+        warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly", UserWarning)
         _add_biases_apart(graph)
         more = {"config_patches": OPTIONS} if BACKEND == "inductor" else {}
         return lookup_backend(BACKEND)(graph, inputs, **more)
@@ -136,7 +143,7 @@ class CompiledLayers:
                 if _is_capturing() and not not_begun:
                     raise  # what it has put into the graph is there
                 cause = getattr(error, "inner_exception", error)
-                self._give_up(f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}")
+                self._give_up(f"{type(cause).__name__}: {textwrap.shorten(str(cause), _REASON, placeholder=' ...')}")
         return _call(module, args, kwargs)
 
     def _give_up(self, why: str) -> None:

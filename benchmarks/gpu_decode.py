@@ -179,7 +179,7 @@ class Decoder:
         self._forward(ids, positions)
 
     def capture(self, experts: DeviceExperts | None = None) -> None:
-        """From now on a step is a replay of this one, which is run once before it if it has experts or is compiled.
+        """From now on a step is a replay of this one, which is run once before that: kernels are compiled.
 
         Raises `UnsupportedError` where a step waits for the host.
         """
@@ -195,9 +195,8 @@ class Decoder:
         self._graph, self._experts = graph, experts
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        if settings.COMPILE.read() == "on":
-            self.step()
-            wait_for(self.device)
+        self.step()
+        wait_for(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
@@ -370,7 +369,7 @@ class Bench:
         ids = self._routes(steps)
         routing = Routing(model, ids, self.device)
         with torch.no_grad():
-            room = steps + BLOCK + more + 1  # a step that is compiled before the stub is captured
+            room = steps + BLOCK + more + 1  # a step before the stub is captured
             decoder = Decoder(model, o.batch, room, self.device)
             decoder.steps(o.warmup)
             if o.graph == "all":

@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache
 from freetoken import settings
 from freetoken.errors import FreeTokenError
 from freetoken.integration.plan import find_experts
+from freetoken.integration.topk import OwnTopK, exchange_topk
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ class CompiledLayers:
                 function = self._function((part, shapes))
                 module.forward = functools.partial(self._run, thread, function, module, number)
             try:
-                with torch._dynamo.config.patch(recompile_limit=KINDS):
+                limit = torch._dynamo.config.patch(recompile_limit=KINDS)
+                with limit, contextlib.nullcontext() if modules else OwnTopK():
                     yield
             finally:
                 for _, _, module in modules:
@@ -125,13 +127,16 @@ class CompiledLayers:
         # of inductor, about a choice of its own: where warnings are errors, nothing would be compiled for it
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly", UserWarning)
         _add_biases_apart(graph)
+        exchange_topk(graph)
         more = {"config_patches": OPTIONS} if BACKEND == "inductor" else {}
         return lookup_backend(BACKEND)(graph, inputs, **more)
 
     def _run(
         self, thread: int, function: Callable[..., Any], module: torch.nn.Module, number: int, *args: Any, **kwargs: Any
     ) -> Any:
-        if not self.why_not and threading.get_ident() == thread:
+        if threading.get_ident() != thread:
+            return _call(module, args, kwargs)
+        if not self.why_not:
             cache = kwargs.get(self._cache_name)
             shown = {} if cache is None else {self._cache_name: _OneLayer(cache, number)}
             try:
@@ -144,7 +149,8 @@ class CompiledLayers:
                     raise  # what it has put into the graph is there
                 cause = getattr(error, "inner_exception", error)
                 self._give_up(f"{type(cause).__name__}: {textwrap.shorten(str(cause), _REASON, placeholder=' ...')}")
-        return _call(module, args, kwargs)
+        with OwnTopK():
+            return _call(module, args, kwargs)
 
     def _give_up(self, why: str) -> None:
         if not self.why_not:

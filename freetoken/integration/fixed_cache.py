@@ -17,6 +17,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from freetoken.integration.compiled import compiled_layers
+from freetoken.integration.topk import OwnTopK
 
 _ATTENTIONS = ("eager", "sdpa")
 """Implementations of attention that take masks to be added and wait for nothing."""
@@ -214,9 +215,12 @@ class FixedForward:
             self.run(rows, length)
 
     def compiled(self, rows: int, length: int) -> contextlib.AbstractContextManager[None]:
-        """Inside, steps of so many rows and columns of this thread are compiled where that is wanted; not the first."""
+        """Inside, steps of so many rows and columns of this thread are compiled where that is wanted; not the first.
+
+        Compiled or not, they choose experts by a kernel of ours.
+        """
         if self._compiled is None or not all(memory.tensors for memory in self._memories):
-            return contextlib.nullcontext()
+            return OwnTopK()
         return self._compiled.used(self._model(), (rows, length, self.rows, self.length))
 
     def run(self, rows: int, length: int) -> None:

@@ -40,8 +40,28 @@ CASES = {"1": (1, False), "2": (2, False), "4": (4, False), "4 shared": (4, True
 COPIED = 1 << 30
 WARM_S = 0.3
 _SINGLE = replace(DEFAULT, single=True)
+_FULL = replace(DEFAULT, full=True)
 SWEEP = [
     DEFAULT,
+    _FULL,
+    *(replace(DEFAULT, ahead=ahead, ahead_at=at) for at in (0, 1, 2) for ahead in (4, 8)),
+    *(
+        replace(_FULL, **changed)
+        for changed in (
+            {"ahead": 4},
+            {"ahead": 8},
+            {"ahead": 4, "ahead_at": 2},
+            {"ahead": 8, "ahead_at": 2},
+            {"single": True},
+            {"bound": 5},
+            {"bound": 6, "down_depth": 4},
+            {"bound": 6, "down_depth": 4, "ahead": 4},
+            {"bound": 6, "down_depth": 4, "single": True},
+            {"units": 3, "depth": 4},
+            {"units": 3},
+            {"units": 3, "resident": 6},
+        )
+    ),
     replace(DEFAULT, own=0),
     _SINGLE,
     *(
@@ -65,7 +85,7 @@ SWEEP = [
         )
     ),
 ]
-"""Shapes that may be best for 90 units of a row, four experts a token."""
+"""Shapes that may be best for 90 units of a row, four experts a token; first what was not measured yet."""
 BOUND = 1e-2
 """Error at which a shape is wrong, relative to Triton's output."""
 

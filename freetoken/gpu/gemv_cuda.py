@@ -46,7 +46,10 @@ class Shape:
     own: tokens up to which blocks prepare vectors for themselves. down_depth: depth of down, if another. units: of a
     stage, if not as many as the format says. bound: blocks that registers must do for, if others than `resident`, so
     that down's first find room beside gate_up's last. unroll: units at once. single: multiply one vector at once, for
-    which less is computed; without effect in float32.
+    which less is computed; without effect in float32. full: a ring is filled whole at first, and a slot again when it
+    has been multiplied; else one of its slots is empty until the next stage is there. ahead: eighths of down's weights
+    that gate_up's blocks ask the cache for, if they fill half of it at most; ahead_at: at the start of their work (0),
+    in the middle (1) or when their own weights are there (2).
 
     The defaults were the best of 18 for mxfp4 on an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16
     units): 22.0, 36.9 and 66.0 us. More blocks or deeper rings only keep bytes waiting, and the compiler needs the
@@ -64,6 +67,9 @@ class Shape:
     bound: int | None = None
     unroll: int = 2
     single: bool = False
+    full: bool = False
+    ahead: int = 0
+    ahead_at: int = 1
 
 
 DEFAULT = Shape()
@@ -71,11 +77,15 @@ DEFAULT = Shape()
 
 @dataclass(frozen=True)
 class _Kernels:
-    """Compiled for a shape. stage: bytes of a stage of a tile. blocks: those that keep the device busy."""
+    """Compiled for a shape. stage: bytes of a stage of a tile. blocks: those that keep the device busy.
+
+    ahead: units up to which gate_up asks the cache for what down reads.
+    """
 
     shape: Shape
     stage: int
     blocks: int
+    ahead: int
     prepare_x: Kernel
     prepare_h: Kernel
     gate_up: Kernel
@@ -117,7 +127,9 @@ class CudaGemv:
         source = _source(layout, activation, dtype, shape)
         stage = (shape.units or _constant(source, "STAGE_UNITS")) * _constant(source, "UNIT")
         kernels = device.compile(source, "prepare_x", "prepare_h", "gate_up", "down")
-        self._kernels = _Kernels(shape, stage, device.multiprocessors * shape.resident, *kernels)
+        asked = layout.down_tiles * layout.format.tile_bytes(layout.intermediate) * shape.ahead // 8
+        ahead = device.cache_bytes // 2 // asked if asked else 0
+        self._kernels = _Kernels(shape, stage, device.multiprocessors * shape.resident, ahead, *kernels)
 
     @staticmethod
     def runs_on(device: CudaDevice) -> bool:
@@ -150,6 +162,7 @@ class CudaGemv:
             ctypes.c_longlong(offset),
             ctypes.c_int(columns),
             ctypes.c_int(kernels.blocks),
+            ctypes.c_int(kernels.ahead),
             *self._numbers,
             blocks=kernels.grid(units, self.layout.gate_tiles),
             threads=32 * shape.warps,
@@ -227,6 +240,9 @@ def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, sh
         "BOUND": shape.bound or shape.resident,
         "UNROLL": shape.unroll,
         "SINGLE": int(shape.single and dtype != torch.float32),
+        "FULL": int(shape.full),
+        "AHEAD": shape.ahead,
+        "AHEAD_AT": shape.ahead_at,
         **{name.upper(): offset for name, (offset, _) in layout.sections.items()},
     }
     head = "".join(f"enum {{ FT_{name} = {value} }};\n" for name, value in constants.items())

@@ -39,53 +39,38 @@ CASES = {"1": (1, False), "2": (2, False), "4": (4, False), "4 shared": (4, True
 """Tokens, and whether they have the same experts."""
 COPIED = 1 << 30
 WARM_S = 0.3
-_SINGLE = replace(DEFAULT, single=True)
 _FULL = replace(DEFAULT, full=True)
 SWEEP = [
     DEFAULT,
-    _FULL,
     *(replace(DEFAULT, ahead=ahead, ahead_at=at) for at in (0, 1, 2) for ahead in (4, 8)),
     *(
         replace(_FULL, **changed)
         for changed in (
+            {},
+            {"single": True},
             {"ahead": 4},
             {"ahead": 8},
             {"ahead": 4, "ahead_at": 2},
             {"ahead": 8, "ahead_at": 2},
-            {"single": True},
             {"bound": 5},
+            {"bound": 5, "ahead": 4},
+            {"bound": 6},
+            {"bound": 6, "single": True},
+            {"bound": 6, "down_depth": 3},
             {"bound": 6, "down_depth": 4},
-            {"bound": 6, "down_depth": 4, "ahead": 4},
-            {"bound": 6, "down_depth": 4, "single": True},
-            {"units": 3, "depth": 4},
+            {"bound": 6, "down_depth": 3, "ahead": 4},
             {"units": 3},
+            {"units": 3, "depth": 3},
             {"units": 3, "resident": 6},
+            {"tiles": 1},
+            {"warps": 8, "resident": 2},
         )
     ),
     replace(DEFAULT, own=0),
-    _SINGLE,
-    *(
-        replace(_SINGLE, **changed)
-        for changed in (
-            {"bound": 5},
-            {"bound": 6},
-            {"bound": 6, "down_depth": 3},
-            {"bound": 6, "down_depth": 4},
-            {"bound": 6, "depth": 3, "units": 4},
-            {"bound": 6, "tiles": 1},
-            {"bound": 6, "resident": 4},
-            {"resident": 6},
-            {"resident": 6, "tiles": 1},
-            {"bound": 5, "unroll": 3},
-            {"unroll": 6},
-            {"bound": 5, "warps": 5},
-            {"bound": 4, "warps": 6, "resident": 2, "units": 5},
-            {"warps": 8, "resident": 2, "units": 4},
-            {"warps": 8, "depth": 3, "units": 3},
-        )
-    ),
+    replace(DEFAULT, single=True),
+    replace(DEFAULT, resident=6),
 ]
-"""Shapes that may be best for 90 units of a row, four experts a token; first what was not measured yet."""
+"""Shapes that may be best for 90 units of a row, four experts a token."""
 BOUND = 1e-2
 """Error at which a shape is wrong, relative to Triton's output."""
 

@@ -1,12 +1,12 @@
-"""Measures the look-up of slots and the gather of records. Needs a GPU.
+"""Measures a router's choice, the look-up of slots and the gather of records. Needs a GPU.
 
     python benchmarks/gpu_slots.py
 
-Look-up: graphs of 384 look-ups, 8 steps of 48 layers whose ids are uniform and always others, a quarter of the experts
-in slots; time of a replay by number of look-ups, beside that of a kernel that does nothing. "cold": before each, 128
-MiB are written, so that no table is in the L2 cache; what writing alone takes is subtracted. Gather: graphs of gathers
-of random experts from 1.3 to 1.7 GB of registered memory, against copies of the same records from the same memory
-by the copy engine (cudaMemcpyAsync), in turns. Medians.
+Choice: graphs of 384, by torch.topk and by our kernel. Look-up: graphs of 384 look-ups, 8 steps of 48 layers whose ids
+are uniform and always others, a quarter of the experts in slots; time of a replay by number of look-ups, beside that of
+a kernel that does nothing. "cold": before each, 128 MiB are written, so that no table is in the L2 cache; what writing
+alone takes is subtracted. Gather: graphs of gathers of random experts from 1.3 to 1.7 GB of registered memory, against
+copies of the same records from the same memory by the copy engine (cudaMemcpyAsync), in turns. Medians.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import triton
 
 from freetoken.gpu.gather import Gather
 from freetoken.gpu.lookup import Found, Lookup
+from freetoken.gpu.topk import topk
 from freetoken.gpu.units import Fetches
 from freetoken.offload.slots import LayerExperts, SlotPool
 
@@ -137,6 +138,19 @@ def lookups(
     return graph
 
 
+def show_choices() -> None:
+    """One table."""
+    print("| rows | experts | chosen | dtype | torch.topk us | ours us |")
+    for dtype, k in ((torch.bfloat16, 4), (torch.float32, 8)):
+        for rows, n_experts in ((1, 128), (8, 128), (1, 256), (8, 512)):
+            x = torch.randn(rows, n_experts, device=DEVICE).to(dtype)
+            if not torch.equal(topk(x, k)[0], torch.topk(x, k).values):
+                sys.exit(f"gpu_slots: the {k} largest of {n_experts} {dtype} are not those of torch")
+            graphs = [capture(lambda x=x, k=k, of=of: [of(x, k) for _ in range(384)]) for of in (torch.topk, topk)]
+            us = [time_ms(graph, 20) / 384 * 1e3 for graph in graphs]
+            print(f"| {rows} | {n_experts} | {k} | {dtype} | {us[0]:.2f} | {us[1]:.2f} |")
+
+
 def show_lookups() -> None:
     """One table."""
     filler = torch.empty(128 << 20, dtype=torch.uint8, device=DEVICE)
@@ -178,5 +192,6 @@ if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_slots: needs a CUDA device")
+    show_choices()
     show_lookups()
     show_gathers()

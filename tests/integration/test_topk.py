@@ -141,8 +141,14 @@ def test_devices_that_no_kernel_was_compiled_for_are_left_alone(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("compiles", ["off", "on", "given up"])
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "granitemoe_swa", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "compiles"),
+    [
+        *((name, "off") for name in ("deepseek_v3", "gpt_oss", "granitemoe_swa", "qwen3_moe")),
+        *((name, "on") for name in ("deepseek_v3", "gpt_oss")),
+        ("qwen3_moe", "given up"),
+    ],
+)
 @torch.no_grad()
 def test_steps_choose_with_it(name: str, compiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of families with softmax before or after the choice, and with groups; their logits stay."""
@@ -173,8 +179,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     yield from open_for_test(request.param, lambda: with_interpreter(5))
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("name", ["tiny", "gpt_oss"])
+@pytest.mark.parametrize(("name", "compiles"), [("tiny", True), ("gpt_oss", False)])
 def test_texts_stay(
     name: str,
     compiles: bool,
@@ -191,7 +196,7 @@ def test_texts_stay(
     caplog.set_level("INFO", "freetoken.integration.compiled")
     folder: Path = request.getfixturevalue(name)
     stock, _ = freetoken.load(folder, dtype=torch.float32)
-    model, _ = freetoken.load(folder, device=device, strategy="resident", dtype=torch.float32)
+    model, _ = freetoken.load(folder, device=device, strategy="cpu", dtype=torch.float32)
     called, original = [], topk.is_known
 
     def is_known(x: torch.Tensor, k: int) -> bool:

@@ -59,9 +59,6 @@ SWEEP = [
             {"bound": 6, "down_depth": 3},
             {"bound": 6, "down_depth": 4},
             {"bound": 6, "down_depth": 3, "ahead": 4},
-            {"depth": 3},
-            {"depth": 3, "ahead": 4},
-            {"resident": 4},
             {"units": 3},
             {"units": 3, "depth": 3},
             {"units": 3, "resident": 6},
@@ -69,7 +66,6 @@ SWEEP = [
             {"warps": 8, "resident": 2},
         )
     ),
-    replace(DEFAULT, depth=3),
     replace(DEFAULT, own=0),
     replace(DEFAULT, single=True),
     replace(DEFAULT, resident=6),

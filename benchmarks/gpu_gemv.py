@@ -39,36 +39,22 @@ CASES = {"1": (1, False), "2": (2, False), "4": (4, False), "4 shared": (4, True
 """Tokens, and whether they have the same experts."""
 COPIED = 1 << 30
 WARM_S = 0.3
-_FULL = replace(DEFAULT, full=True)
 SWEEP = [
     DEFAULT,
-    *(replace(DEFAULT, ahead=ahead, ahead_at=at) for at in (0, 1, 2) for ahead in (4, 8)),
     *(
-        replace(_FULL, **changed)
+        replace(DEFAULT, **changed)
         for changed in (
-            {},
+            {"own": 0},
             {"single": True},
-            {"ahead": 4},
-            {"ahead": 8},
-            {"ahead": 4, "ahead_at": 2},
-            {"ahead": 8, "ahead_at": 2},
-            {"bound": 5},
-            {"bound": 5, "ahead": 4},
-            {"bound": 6},
-            {"bound": 6, "single": True},
-            {"bound": 6, "down_depth": 3},
-            {"bound": 6, "down_depth": 4},
-            {"bound": 6, "down_depth": 3, "ahead": 4},
-            {"units": 3},
-            {"units": 3, "depth": 3},
-            {"units": 3, "resident": 6},
+            {"depth": 2},
+            {"depth": 2, "single": True},
+            {"depth": 4},
+            {"resident": 4},
+            {"resident": 6},
             {"tiles": 1},
             {"warps": 8, "resident": 2},
         )
     ),
-    replace(DEFAULT, own=0),
-    replace(DEFAULT, single=True),
-    replace(DEFAULT, resident=6),
 ]
 """Shapes that may be best for 90 units of a row, four experts a token."""
 BOUND = 1e-2

@@ -100,8 +100,7 @@ class CudaDevice:
         self._context = self.driver.call("cuDevicePrimaryCtxRetain", self.driver.call("cuDeviceGet", index))
         major, minor = torch.cuda.get_device_capability(index)
         self.architecture = f"sm_{major}{minor}"
-        properties = torch.cuda.get_device_properties(index)
-        self.multiprocessors, self.cache_bytes = properties.multi_processor_count, properties.L2_cache_size
+        self.multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         with self.entered("CudaDevice"):
             self.stream = self.stream_of(0)
             self.ring_kernel, self.set_kernel = self.compile(KERNELS, "ring", "set")

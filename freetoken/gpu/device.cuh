@@ -75,13 +75,6 @@ template <int N> FT_DEVICE void ft_wait_slot(ft_address, unsigned int) {
 }
 #endif
 
-/* Ask the L2 cache for bytes, a multiple of 16, of a thread's own; nobody waits for them. Nothing before sm_90. */
-FT_DEVICE void ft_ask(const unsigned char *from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 /* The next kernel of the stream may start, if it was launched so as to; its ft_wait_for_last still waits for this one. */
 FT_DEVICE void ft_let_next_start() {
 #if __CUDA_ARCH__ >= 900

@@ -11,8 +11,7 @@
    their way with few threads. The sums of the warps meet in the end, in a fixed order.
 
    Where devices have it (sm_90), each kernel starts before the one before it has ended and begins with what does not
-   depend on that: down reads its first weights while gate_up runs. gate_up may ask the cache for others of them, so that
-   memory is not idle at the border of both.
+   depend on that: down reads its first weights while gate_up runs.
 
    Before this stand, as constants: HIDDEN, INTERMEDIATE, the bytes of their tiles and the record's offsets (gemv_cuda.py);
    device.cuh, tile.cuh and a format's tile_<name>.cuh. */
@@ -23,8 +22,7 @@ enum {
     FT_UNIT_K = 32 * FT_PIECES,
     FT_UNITS = FT_WANTED_UNITS ? FT_WANTED_UNITS : FT_STAGE_UNITS, /* of a stage */
     FT_STAGE = FT_UNITS * FT_UNIT,
-    FT_DIGITS = FT_EXACT ? 3 : 1,
-    FT_ASKED = 2048 /* bytes at once that the cache is asked for */
+    FT_DIGITS = FT_EXACT ? 3 : 1
 };
 
 struct ft_f16 {
@@ -146,7 +144,6 @@ template <int TILES, int K, int BYTES, int DEPTH> struct ft_stages {
         UNITS = ft_padded<K>::UNITS,
         SLOT = TILES * FT_STAGE,
         RING = DEPTH * SLOT,
-        AHEAD = FT_FULL ? DEPTH : DEPTH - 1, /* stages on their way before one is multiplied */
         RAGGED = BYTES % FT_UNIT != 0
     };
 
@@ -156,7 +153,6 @@ template <int TILES, int K, int BYTES, int DEPTH> struct ft_stages {
     int first, end;    /* this warp's units */
     int next, slot;    /* the unit that is copied next, and to where in the ring */
     int n_tiles;       /* from there on to the last one of this block */
-    int begun;         /* stages that `start` has begun to copy */
     int full;          /* the slot that is multiplied next */
     unsigned int turn; /* how often that was full before, its last bit */
 
@@ -177,17 +173,13 @@ template <int TILES, int K, int BYTES, int DEPTH> struct ft_stages {
         ft_opened();
     }
 
-    /* Begin with n tiles, from the first on: start to copy the stages that the ring holds, or all but one. */
+    /* Begin with n tiles, from the first on: start to copy all stages but one that the ring holds. */
     template <bool ALL> __device__ void start(const unsigned char *first_tile, int n) {
         tiles = first_tile;
         next = first;
         n_tiles = first < end ? n : 0;
-        begun = 0;
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            begun += n_tiles > 0;
-            copy<ALL>();
-        }
+        for (int i = 0; i < DEPTH - 1; i++) copy<ALL>();
     }
 
     /* Start to copy the next stage, if there is one. */
@@ -208,9 +200,9 @@ template <int TILES, int K, int BYTES, int DEPTH> struct ft_stages {
         ft_end_slot();
     }
 
-    /* Until the next stage is there; returns it. Its slot is copied to by the next `copy` (FT_FULL), or the one after. */
+    /* Until the next stage is there; returns it. Its slot is copied to again after the next `copy`. */
     __device__ const unsigned char *take() {
-        ft_wait_slot<AHEAD - 1>(barriers + 8 * full, turn);
+        ft_wait_slot<DEPTH - 2>(barriers + 8 * full, turn);
         const unsigned char *stage = ring + SLOT * full;
         turn ^= full == DEPTH - 1;
         full = full == DEPTH - 1 ? 0 : full + 1;
@@ -219,25 +211,24 @@ template <int TILES, int K, int BYTES, int DEPTH> struct ft_stages {
 
     /* Take what was begun first of all, so that nothing is written to a block that has ended. */
     template <bool ALL> __device__ void finish() {
+        const int begun = slot;
         n_tiles = 0;
-        for (; begun > 0; begun--) {
+        while (full < begun) {
             take();
             copy<ALL>();
         }
     }
 
-    /* Multiply this warp's units of the next TILES tiles with so many vectors. */
+    /* Multiply this warp's units of the next TILES tiles with so many vectors. DEPTH - 1 stages are on their way always. */
     template <bool ALL> __device__ void multiply(const unsigned char *vectors, int n_vectors, float (*sum)[4]) {
         const int g = lane / 4, t = lane % 4, stride = FT_SINGLE ? 64 : 64 * n_vectors;
         const int codes = ft_codes_at(g, t), scales = ft_scales_at(g, t);
         const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + first * FT_PIECES * stride;
         for (int at = first; at < end; at += FT_UNITS) {
             const unsigned char *unit = take();
-            if (!FT_FULL) {
-                __syncwarp(); /* all lanes are done with the slot that is copied to next */
-                copy<ALL>();
-            }
-#pragma unroll (FT_UNROLL)
+            __syncwarp(); /* all lanes are done with the slot that is copied to next */
+            copy<ALL>();
+#pragma unroll 2
             for (int left = end - at < FT_UNITS ? end - at : FT_UNITS; left > 0; left--) {
 #pragma unroll
                 for (int piece = 0; piece < FT_PIECES; piece++) {
@@ -249,10 +240,6 @@ template <int TILES, int K, int BYTES, int DEPTH> struct ft_stages {
                                  sum[tile]);
                 }
                 unit += FT_UNIT;
-            }
-            if (FT_FULL) {
-                __syncwarp();
-                copy<ALL>();
             }
         }
     }
@@ -335,7 +322,7 @@ FT_DEVICE void ft_fetch(const unsigned char *prepared, int n_rows, const int *ro
 /* A block's share of the work: a part of a unit; a unit of -1 is none. */
 struct ft_share {
     int unit;
-    unsigned int part, parts, units; /* units: those that are there */
+    unsigned int part, parts;
 };
 
 /* Share out `blocks` blocks, with which the device is busy, among the units that are there, each into at most so many parts.
@@ -357,30 +344,20 @@ FT_DEVICE ft_share ft_find_share(const long long *address, int n_units, int bloc
         if (left < n) {
 #pragma unroll 1
             for (; left > 0; left--) there &= there - 1;
-            return ft_share{i + __ffs(there) - 1, blockIdx.x - before * parts, parts, count};
+            return ft_share{i + __ffs(there) - 1, blockIdx.x - before * parts, parts};
         }
         left -= n;
     }
-    return ft_share{-1, 0, parts, count};
-}
-
-/* A block asks the cache for its share of the weights that down reads of its unit, FT_AHEAD eighths of them. */
-FT_DEVICE void ft_ask_ahead(const unsigned char *record, const ft_share &mine) {
-    const unsigned long long all = (FT_HIDDEN + FT_ROWS - 1) / FT_ROWS * (FT_INTERMEDIATE_TILE / 16ull);
-    const unsigned int first = mine.part * all / mine.parts;
-    const int bytes = ((unsigned int)((mine.part + 1) * all / mine.parts) - first) * FT_AHEAD / 8 * 16;
-    const unsigned char *from = record + FT_DOWN + first * 16ull;
-    for (int at = (threadIdx.x % 32 * FT_WARPS + threadIdx.x / 32) * FT_ASKED; at < bytes; at += FT_THREADS * FT_ASKED)
-        ft_ask(from + at, bytes - at < FT_ASKED ? bytes - at : FT_ASKED);
+    return ft_share{-1, 0, parts};
 }
 
 /* A block has a run of groups of TILES tiles of one of n_units units, the longer the more units there are. x: n_rows rows of
    activations, of which route / k is a route's. prepared: what was prepared of them, or null: then each block does so for
-   itself. columns: vectors that fit into shared memory. ahead: units up to which gate_up asks for what down reads. */
+   itself. columns: vectors that fit into shared memory. */
 template <typename X, bool GATE_UP, int TILES, int K, int N, int BYTES, int DEPTH>
 FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, const long long *address, int n_units,
-                       const int *route, float *out, unsigned int k, long long offset, int columns, int blocks, int ahead,
-                       float alpha, float limit) {
+                       const int *route, float *out, unsigned int k, long long offset, int columns, int blocks, float alpha,
+                       float limit) {
     typedef ft_stages<TILES, K, BYTES, DEPTH> stages;
     enum {
         HALVES = GATE_UP ? 2 : 1,
@@ -410,8 +387,6 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
     stages part;
     part.template open<ALL>(shared, barriers);
     part.template start<ALL>(tiles, n_tiles);
-    const bool asks = GATE_UP && FT_AHEAD && mine.units <= (unsigned int)ahead;
-    if (asks && FT_AHEAD_AT == 0) ft_ask_ahead(record, mine);
     unsigned int left = __ballot_sync(~0u, wanted >= 0);
     if (!left) part.template finish<ALL>();
     while (left) {
@@ -436,7 +411,6 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
             }
         __syncthreads();
         for (int group = first; group < first + n_groups; group++) {
-            if (asks && FT_AHEAD_AT == 1 && group - first == n_groups / 2) ft_ask_ahead(record, mine);
             const int row = threadIdx.x % ROWS, at = group * ROWS + row;
             float bias[2] = {0.0f, 0.0f}; /* asked for long before it is used */
             if (FT_HAS_BIAS && at < N)
@@ -448,7 +422,6 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) sum[tile][0] = sum[tile][1] = sum[tile][2] = sum[tile][3] = 0.0f;
             part.template multiply<ALL>(vectors, n * FT_DIGITS, sum);
-            if (asks && FT_AHEAD_AT == 2 && group - first == n_groups - 1) ft_ask_ahead(record, mine);
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 float *to = sums + ((warp * TILES + tile) * FT_ROWS + lane / 4 * 2) * FT_COLUMNS + lane % 4 * 2;
@@ -493,16 +466,16 @@ extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_h(const float *h,
     ft_prepare_rows<float, FT_INTERMEDIATE>(h, prepared);
 }
 
-extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_BOUND)
+extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
 gate_up(const FT_X *x, const unsigned char *prepared, int n_rows, const long long *address, int n_units, const int *route,
-        float *out, unsigned int k, long long offset, int columns, int blocks, int ahead, float alpha, float limit) {
+        float *out, unsigned int k, long long offset, int columns, int blocks, float alpha, float limit) {
     ft_gemv<FT_X, true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE, FT_DEPTH>(
-        x, prepared, n_rows, address, n_units, route, out, k, offset, columns, blocks, ahead, alpha, limit);
+        x, prepared, n_rows, address, n_units, route, out, k, offset, columns, blocks, alpha, limit);
 }
 
-extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_BOUND)
+extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
 down(const float *h, const unsigned char *prepared, int n_rows, const long long *address, int n_units, const int *route,
      float *out, long long offset, int columns, int blocks) {
     ft_gemv<float, false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE, FT_DOWN_DEPTH>(
-        h, prepared, n_rows, address, n_units, route, out, 1, offset, columns, blocks, 0, 0.0f, 0.0f);
+        h, prepared, n_rows, address, n_units, route, out, 1, offset, columns, blocks, 0.0f, 0.0f);
 }

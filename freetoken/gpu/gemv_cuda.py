@@ -42,34 +42,25 @@ _LEAST = "sm_80"
 class Shape:
     """How kernels share out their work.
 
-    warps: of a block. depth: stages of a warp's ring. tiles: of down at once. resident: blocks of a multiprocessor.
-    own: tokens up to which blocks prepare vectors for themselves. down_depth: depth of down, if another. units: of a
-    stage, if not as many as the format says. bound: blocks that registers must do for, if others than `resident`, so
-    that down's first find room beside gate_up's last. unroll: units at once. single: multiply one vector at once, for
-    which less is computed; without effect in float32. full: a ring is filled whole at first, and a slot again when it
-    has been multiplied; else one of its slots is empty until the next stage is there. ahead: eighths of down's weights
-    that gate_up's blocks ask the cache for, if they fill half of it at most; ahead_at: at the start of their work (0),
-    in the middle (1) or when their own weights are there (2).
+    warps: of a block. depth: stages of a warp's ring. tiles: of down at once. resident: blocks of a multiprocessor, and
+    those that registers must do for. own: tokens up to which blocks prepare vectors for themselves. down_depth: depth of
+    down, if another. units: of a stage, if not as many as the format says. single: multiply one vector at once, for
+    which less is computed; without effect in float32.
 
-    The defaults were the best of 18 for mxfp4 on an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16
-    units): 22.0, 36.9 and 66.0 us. More blocks or deeper rings only keep bytes waiting, and the compiler needs the
-    registers: with own=0 24.1, 39.7 and 69.6, with single 22.1, 36.9 and 66.2, with that and bound=6 23.2, 38.5 and
-    68.3, with resident=6 24.5, 37.0 and 64.4, with warps=8 and resident=2 25.2, 40.7 and 71.9.
+    Of some 50 shapes on an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16 units) none was better than these
+    by more than chance. us, mxfp4 and nvfp4: 23.0, 37.1, 66.0 and 25.7, 39.7, 71.0; depth=2 22.7, 37.5, 67.2 and 25.4,
+    42.9, 77.6; with single 22.0, 36.6, 65.9 and 24.9, 42.2, 76.5; with own=0 23.3, 38.5, 67.8 and 29.0, 48.6, 78.4; with
+    resident=6 24.3, 44.5, 78.4 and 25.5, 47.1, 81.7.
     """
 
     warps: int = 4
-    depth: int = 2
+    depth: int = 3
     tiles: int = 2
     resident: int = 3
     own: int = 4
     down_depth: int | None = None
     units: int | None = None
-    bound: int | None = None
-    unroll: int = 2
     single: bool = False
-    full: bool = False
-    ahead: int = 0
-    ahead_at: int = 1
 
 
 DEFAULT = Shape()
@@ -77,15 +68,11 @@ DEFAULT = Shape()
 
 @dataclass(frozen=True)
 class _Kernels:
-    """Compiled for a shape. stage: bytes of a stage of a tile. blocks: those that keep the device busy.
-
-    ahead: units up to which gate_up asks the cache for what down reads.
-    """
+    """Compiled for a shape. stage: bytes of a stage of a tile. blocks: those that keep the device busy."""
 
     shape: Shape
     stage: int
     blocks: int
-    ahead: int
     prepare_x: Kernel
     prepare_h: Kernel
     gate_up: Kernel
@@ -127,9 +114,7 @@ class CudaGemv:
         source = _source(layout, activation, dtype, shape)
         stage = (shape.units or _constant(source, "STAGE_UNITS")) * _constant(source, "UNIT")
         kernels = device.compile(source, "prepare_x", "prepare_h", "gate_up", "down")
-        asked = layout.down_tiles * layout.format.tile_bytes(layout.intermediate) * shape.ahead // 8
-        ahead = device.cache_bytes // 2 // asked if asked else 0
-        self._kernels = _Kernels(shape, stage, device.multiprocessors * shape.resident, ahead, *kernels)
+        self._kernels = _Kernels(shape, stage, device.multiprocessors * shape.resident, *kernels)
 
     @staticmethod
     def runs_on(device: CudaDevice) -> bool:
@@ -162,7 +147,6 @@ class CudaGemv:
             ctypes.c_longlong(offset),
             ctypes.c_int(columns),
             ctypes.c_int(kernels.blocks),
-            ctypes.c_int(kernels.ahead),
             *self._numbers,
             blocks=kernels.grid(units, self.layout.gate_tiles),
             threads=32 * shape.warps,
@@ -237,12 +221,8 @@ def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, sh
         "TILES": shape.tiles,
         "DOWN_DEPTH": shape.down_depth or shape.depth,
         "WANTED_UNITS": shape.units or 0,
-        "BOUND": shape.bound or shape.resident,
-        "UNROLL": shape.unroll,
+        "RESIDENT": shape.resident,
         "SINGLE": int(shape.single and dtype != torch.float32),
-        "FULL": int(shape.full),
-        "AHEAD": shape.ahead,
-        "AHEAD_AT": shape.ahead_at,
         **{name.upper(): offset for name, (offset, _) in layout.sections.items()},
     }
     head = "".join(f"enum {{ FT_{name} = {value} }};\n" for name, value in constants.items())

@@ -30,10 +30,8 @@ DEEPSEEK_V4 = Activation("silu_limited", limit=2.0)
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 4e-3}
 """Largest error of a route's output, relative to its norm."""
 SMALL = Shape(warps=4, depth=3, tiles=2, resident=2, own=0)
-OWN = Shape(warps=5, depth=2, tiles=2, resident=3, own=8, down_depth=4, units=1, bound=5, unroll=3)
+OWN = Shape(warps=5, depth=2, tiles=2, resident=3, own=8, down_depth=4, units=1)
 """Blocks prepare vectors themselves."""
-FULL = replace(OWN, full=True, ahead=8, ahead_at=0)
-"""Rings are filled whole, and gate_up asks the cache for what down reads."""
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +106,6 @@ CASES = [
 ]
 CASES += [(*widths, torch.bfloat16, SMALL) for widths in WIDTHS[::4]]
 CASES += [(*widths, torch.float32, OWN) for widths in WIDTHS[1::4]]
-CASES += [(*widths, torch.bfloat16, FULL) for widths in WIDTHS[2::4]]
-CASES += [(*widths, torch.float32, replace(SMALL, full=True)) for widths in WIDTHS[3::4]]
 
 
 @pytest.mark.parametrize(("name", "hidden", "intermediate", "dtype", "shape"), CASES)
@@ -144,15 +140,7 @@ def test_widths_of_models(machine: Any, name: str, hidden: int, intermediate: in
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(4, 3, 1, 1),
-        Shape(8, 2, 2, 1),
-        Shape(4, 4, 4, 64),
-        replace(OWN, single=True, unroll=1),
-        Shape(4, 4, 4, 64, full=True),
-        Shape(8, 2, 2, 1, full=True, ahead=3, ahead_at=2),
-    ],
+    "shape", [Shape(4, 3, 1, 1), Shape(8, 2, 2, 1), Shape(4, 4, 4, 64), replace(OWN, single=True)]
 )
 @pytest.mark.parametrize("name", ["mxfp4", "fp8_block"])
 def test_bits_do_not_depend_on_companions_or_on_tiles_of_a_block(machine: Any, name: str, shape: Shape) -> None:
@@ -338,9 +326,7 @@ def test_bits_do_not_depend_on_who_prepares_vectors(machine: Any, name: str, dty
         np.testing.assert_array_equal(found[0][part], found[1][part])
 
 
-@pytest.mark.parametrize(
-    "shape", [replace(SMALL, resident=1), replace(SMALL, depth=4, resident=32), replace(SMALL, depth=4, full=True)]
-)
+@pytest.mark.parametrize("shape", [replace(SMALL, resident=1), replace(SMALL, depth=4, resident=32)])
 def test_more_units_than_blocks_and_units_without_routes(machine: Any, shape: Shape) -> None:
     layout = RecordLayout(formats.get("nvfp4"), 64, 80)
     records = make_bank(layout, 2)
@@ -354,43 +340,6 @@ def test_more_units_than_blocks_and_units_without_routes(machine: Any, shape: Sh
     of = zip(owner, (mine for mine in routes if mine is not None), strict=True)
     wanted = {r: expect(layout, records[e], x[r], SILU) for e, mine in of for r in mine}
     check(y, wanted, 4e-3)
-
-
-@pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("name", "hidden", "intermediate"), [("mxfp4", 192, 160), ("bf16", 34, 22), ("nvfp4", 640, 96)]
-)
-def test_the_cache_is_asked_for_what_down_reads(
-    twin: TwinDevice, name: str, hidden: int, intermediate: int, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each byte once, by however many blocks, or so many eighths; nothing where more units are there than have room."""
-    layout = RecordLayout(formats.get(name), hidden, intermediate)
-    case = Case((twin, torch.device("cpu")), layout, make_bank(layout, 3))
-    x = torch.randn(4, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
-    start, nbytes = layout.sections["down"]
-
-    def asked(shape: Shape, *routes: list[int] | None) -> list[tuple[int, int]]:
-        twin.asked()
-        gemv = CudaGemv(twin, layout, SILU, shape=replace(shape, ahead_at=at))  # type: ignore[arg-type]
-        case.run(gemv, x, case.units(*routes), 1)
-        return twin.asked()
-
-    for resident in (1, 64):
-        shape = replace(OWN, resident=resident, ahead=8)
-        found = asked(shape, [0], None, [3])
-        for record in case.records[:2]:
-            place = record.data_ptr() + start
-            for address, n in [run for run in found if place <= run[0] < place + nbytes]:
-                assert address == place
-                place += n
-            assert place == record.data_ptr() + start + nbytes
-        assert sum(n for _, n in found) == 2 * nbytes, "and no others"
-        half = sum(n for _, n in asked(replace(shape, ahead=4), [0], None, [3]))
-        assert 0 <= nbytes - half < 2 * layout.gate_tiles * 16, "whole lines of each block"
-    monkeypatch.setattr(twin, "cache_bytes", 4 * nbytes)
-    assert asked(shape, [0], [1])
-    assert not asked(shape, [0], [1], [2])
-    assert not asked(OWN, [0])
 
 
 def test_tensors_are_checked(twin: TwinDevice) -> None:

@@ -126,18 +126,6 @@ template <int N> static inline void ft_wait_slot(ft_address, unsigned int) {
         }
     __syncwarp();
 }
-static std::vector<std::pair<const unsigned char *, int>> ft_asked;
-/* The last run of bytes that was asked for is taken out; false where there is none. */
-extern "C" bool ft_take_asked(const unsigned char **from, int *bytes) {
-    if (ft_asked.empty()) return false;
-    std::tie(*from, *bytes) = ft_asked.back();
-    ft_asked.pop_back();
-    return true;
-}
-static inline void ft_ask(const unsigned char *from, int bytes) {
-    if ((uintptr_t)from % 16 || bytes % 16 || bytes <= 0) abort();
-    ft_asked.emplace_back(from, bytes);
-}
 static inline void ft_let_next_start() {}
 static inline void ft_wait_for_last() {}
 

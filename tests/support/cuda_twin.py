@@ -30,19 +30,9 @@ class TwinDevice:
     name = "a twin"
     architecture = "sm_80"
     multiprocessors = 2
-    cache_bytes = 1 << 20
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._libraries: dict[Path, ctypes.CDLL] = {}
-
-    def asked(self) -> list[tuple[int, int]]:
-        """Addresses and bytes that kernels have asked the cache for since this was called last, sorted."""
-        found, at, nbytes = [], ctypes.c_void_p(), ctypes.c_int()
-        for library in self._libraries.values():
-            while library.ft_take_asked(ctypes.byref(at), ctypes.byref(nbytes)) & 0xFF:
-                found.append((at.value or 0, nbytes.value))
-        return sorted(found)
 
     def pointer(self, memory: torch.Tensor | Flag) -> int:
         return memory.address if isinstance(memory, Flag) else memory.data_ptr()
@@ -69,7 +59,6 @@ class TwinDevice:
             ]
             subprocess.run(command, check=True)
         loaded = ctypes.CDLL(str(library))
-        self._libraries[library] = loaded
         return [TwinKernel(loaded[f"twin_{name}"]) for name in names]
 
 

@@ -102,8 +102,8 @@ def why_not_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 
 def _block(width: int, wide: int, dtype: torch.dtype) -> int:
     """Columns that are multiplied at once."""
-    values = _TILE // (4 if dtype == torch.float32 else 1)
-    return max(16, min(64, values // triton.next_power_of_2(max(width, wide))))
+    fits: int = _TILE // (4 if dtype == torch.float32 else 1) // triton.next_power_of_2(max(width, wide))
+    return max(16, min(64, fits))
 
 
 def _slices(heads: int, blocks: int) -> int:

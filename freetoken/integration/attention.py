@@ -113,15 +113,16 @@ def step_attention(model: Any) -> StepAttention | None:
     if why := _why_not(model, name):
         logger.info("steps attend by transformers' own %s: %s", name, why)
         return None
-    if model not in _models:
-        _models[model] = StepAttention()
-    return _models[model]
+    found = _models.setdefault(model, StepAttention())
+    found.names.add(name)
+    return found
 
 
 class StepAttention:
-    """The switch of a model's attention."""
+    """The switch of a model's attention. names: the implementations in place of which the kernel may come."""
 
     def __init__(self) -> None:
+        self.names: set[str] = set()
         self._lock = threading.RLock()  # a model has one config, whoever steps
 
     @contextlib.contextmanager
@@ -130,6 +131,9 @@ class StepAttention:
         config = model.config.get_text_config()
         with self._lock:
             name = implementation(config)
+            if name not in self.names:  # it was chosen later
+                yield
+                return
             config._attn_implementation = ours = _PREFIX + name
             _stepping.is_on = True
             try:
@@ -160,23 +164,18 @@ def _why_not(model: Any, name: Any) -> str:
     if name not in ATTENTIONS or not kinds:
         return f"{type(model).__name__} has no modules that look it up"
     for kind, sinks in kinds:
-        call = _function(name, kind).call
-        if why := _try(call, sinks, model.dtype, model.device):
+        found = _find(name, kind)
+        if why := _try(found.call, sinks, model.dtype, model.device):
             return f"that of {kind.__name__} {why}"
-    for kind, _ in kinds:
-        _functions[name, kind] = _function(name, kind)._replace(tried=True)
+        _functions[name, kind] = found._replace(tried=True)
     return ""
 
 
-def _function(name: str, kind: type) -> _Function:
+def _find(name: str, kind: type) -> _Function:
     """What a module of this class looks up."""
-    found = _functions.get((name, kind))
-    if found is None:
-        own = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
-        call = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
-        found = _Function(call, False, call is not None and "softcap" in inspect.signature(call).parameters)
-        _functions[name, kind] = found
-    return found
+    own = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
+    call = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
+    return _Function(call, False, call is not None and "softcap" in inspect.signature(call).parameters)
 
 
 @functools.cache
@@ -197,18 +196,18 @@ def _try(call: Callable[..., Any] | None, sinks: bool, dtype: torch.dtype, devic
     module = SimpleNamespace(num_key_value_groups=2, head_dim=64, is_causal=True, training=False)
     module.sinks = sink if sinks else None
     more = {"softcap": 2.0} if "softcap" in inspect.signature(call).parameters else {}
+    given = {"scaling": 0.25, "dropout": 0.0, "s_aux": module.sinks, "sliding_window": None, **more}
     try:
-        given = {"scaling": 0.25, "dropout": 0.0, "s_aux": module.sinks, "sliding_window": None, **more}
         theirs = call(module, query, key, value, mask, **given)[0].double()
     except Exception as error:  # noqa: BLE001 - a model's code may raise anything
         return f"asks for more: {type(error).__name__}: {error}"
-    ours = attention(query, key, value, mask, module.sinks, 0.25, more.get("softcap", 0.0)).double()
+    try:
+        ours = attention(query, key, value, mask, module.sinks, 0.25, more.get("softcap", 0.0)).double()
+    except Exception as error:  # noqa: BLE001 - nor need a compiler succeed
+        return f"has a kernel that fails: {type(error).__name__}: {error}"
     apart = float((ours - theirs).norm() / theirs.norm())
-    return (
-        ""
-        if apart <= _BOUND[dtype]
-        else f"computes something else: {apart:.2g} apart, at most {_BOUND[dtype]} is rounding"
-    )
+    bound = _BOUND[dtype]
+    return "" if apart <= bound else f"computes something else: {apart:.2g} apart, at most {bound} is rounding"
 
 
 def _attend(
@@ -221,7 +220,7 @@ def _attend(
     **given: Any,
 ) -> Any:
     """What modules call while a step runs; see transformers' `AttentionInterface`."""
-    function = _function(name, type(module))
+    function = _functions.get((name, type(module))) or _find(name, type(module))
     is_step = torch.compiler.is_compiling() or getattr(_stepping, "is_on", False)  # only steps are compiled so
     if not (is_step and function.tried and _is_for_kernel(query, key, value, attention_mask, function.capped, given)):
         return function.call(module, query, key, value, attention_mask, **given)

@@ -159,7 +159,6 @@ class FixedForward:
             more = torch.zeros(self.rows, length - self.length, dtype=self._dtype, device=self._on)
             self._padding = torch.cat([self._padding, more], dim=1)
             self._columns = torch.arange(length, device=self._on)
-            self._leaves = self._columns + (self._window or 0)  # at which column each is no longer in the window
         self._caches.clear()
         self.length = length
         return True
@@ -254,7 +253,7 @@ class FixedForward:
             return dict.fromkeys(self._kinds, whole)
         windowed = whole
         if self._window is not None:
-            windowed = torch.where(self._leaves[:length] <= at, self._least, whole)
+            windowed = torch.where(self._columns[:length] <= at - self._window, self._least, whole)
         if self._named:
             return {kind: windowed if kind == "sliding_attention" else whole for kind in self._kinds}
         return windowed

@@ -36,6 +36,8 @@ ATTENTIONS = ("eager", "sdpa")
 INTERPRETED = False
 """Whether Triton's interpreter is good enough: it takes hundredths of a second for each layer."""
 _PREFIX = "freetoken_"
+_GROUPS = "num_key_value_groups"
+"""What modules have that look attention up, and whose functions are tried."""
 _IDLE = {
     "dropout",
     "is_causal",
@@ -56,10 +58,9 @@ _stepping = threading.local()
 
 
 class _Function(NamedTuple):
-    """One of transformers'. tried: whether the kernel does the same. capped: whether it knows softcap."""
+    """One of transformers'. capped: whether it knows softcap."""
 
     call: Callable[..., Any]
-    tried: bool
     capped: bool
 
 
@@ -159,15 +160,14 @@ def _why_not(model: Any, name: Any) -> str:
     kinds = {
         (type(module), getattr(module, "sinks", None) is not None)
         for module in model.modules()
-        if getattr(module, "config", None) is config and hasattr(module, "num_key_value_groups")
+        if getattr(module, "config", None) is config and hasattr(module, _GROUPS)
     }
     if name not in ATTENTIONS or not kinds:
         return f"{type(model).__name__} has no modules that look it up"
     for kind, sinks in kinds:
-        found = _find(name, kind)
+        _functions[name, kind] = found = _find(name, kind)
         if why := _try(found.call, sinks, model.dtype, model.device):
             return f"that of {kind.__name__} {why}"
-        _functions[name, kind] = found._replace(tried=True)
     return ""
 
 
@@ -175,7 +175,7 @@ def _find(name: str, kind: type) -> _Function:
     """What a module of this class looks up."""
     own = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
     call = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
-    return _Function(call, False, call is not None and "softcap" in inspect.signature(call).parameters)
+    return _Function(call, call is not None and "softcap" in inspect.signature(call).parameters)
 
 
 @functools.cache
@@ -220,13 +220,18 @@ def _attend(
     **given: Any,
 ) -> Any:
     """What modules call while a step runs; see transformers' `AttentionInterface`."""
-    function = _functions.get((name, type(module))) or _find(name, type(module))
-    is_step = torch.compiler.is_compiling() or getattr(_stepping, "is_on", False)  # only steps are compiled so
-    if not (is_step and function.tried and _is_for_kernel(query, key, value, attention_mask, function.capped, given)):
-        return function.call(module, query, key, value, attention_mask, **given)
-    sinks = getattr(module, "sinks", None)
-    how = given["scaling"], given.get("softcap") or 0.0
-    return torch.ops.freetoken.attention(query, key, value, attention_mask, sinks, *how), None
+    # Only steps are compiled under this name. What is read here is guarded there: no table, which may grow.
+    is_step = torch.compiler.is_compiling() or getattr(_stepping, "is_on", False)
+    sinks, softcap = getattr(module, "sinks", None), given.get("softcap")
+    fits = is_step and hasattr(module, _GROUPS) and _is_for_kernel(query, key, value, attention_mask, sinks, given)
+    if fits and (softcap is None or _of(name, type(module)).capped):
+        how = given["scaling"], softcap or 0.0
+        return torch.ops.freetoken.attention(query, key, value, attention_mask, sinks, *how), None
+    return _of(name, type(module)).call(module, query, key, value, attention_mask, **given)
+
+
+def _of(name: str, kind: type) -> _Function:
+    return _functions.get((name, kind)) or _find(name, kind)
 
 
 def _is_for_kernel(
@@ -234,19 +239,19 @@ def _is_for_kernel(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    capped: bool,
+    sinks: torch.Tensor | None,
     given: dict[str, Any],
 ) -> bool:
-    """Whether the kernel does what a call asks for."""
+    """Whether the kernel does what a call asks for, but for softcap."""
     from freetoken.gpu.attention import why_not_attend
 
     if query.shape[2] != 1 or why_not_attend(query, key, value):
         return False
     if mask is None or not mask.is_floating_point() or mask.shape != (query.shape[0], 1, 1, key.shape[2]):
         return False
-    if given.get("dropout") or not isinstance(given.get("scaling"), float):
+    if sinks is not None and sinks.shape != (query.shape[1],):
         return False
-    if given.get("softcap") is not None and not capped:
+    if given.get("dropout") or not isinstance(given.get("scaling"), float):
         return False
     return all(name in _IDLE or value is None or value is False for name, value in given.items())
 

@@ -16,7 +16,7 @@ from freetoken.gpu.attention import attend
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Of the norm: for bf16 and fp16 the rounding of the result, and that of probabilities, which averages out."""
 LEAST = {dtype: torch.finfo(dtype).min for dtype in attention.DTYPES}
-GROUPS = [1, 2, 3, 5, 8, 16]
+GROUPS = [1, 3, 8, 16]
 
 
 def make(

@@ -203,6 +203,8 @@ def _try(call: Callable[..., Any] | None, sinks: bool, dtype: torch.dtype, devic
         return f"asks for more: {type(error).__name__}: {error}"
     try:
         ours = attention(query, key, value, mask, module.sinks, 0.25, more.get("softcap", 0.0)).double()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - nor need a compiler succeed
         return f"has a kernel that fails: {type(error).__name__}: {error}"
     apart = float((ours - theirs).norm() / theirs.norm())

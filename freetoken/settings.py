@@ -166,3 +166,9 @@ COMPILE = Choice(
     "whether layers of steps that are captured are compiled by torch first; off because that takes a minute or more "
     "before the first step of each number of texts and length of cache, and rounds otherwise than transformers",
 )
+ATTENTION = Choice(
+    "FREETOKEN_ATTENTION",
+    "auto",
+    ("auto", "transformers"),
+    "how captured steps of a model on a device attend: auto by a kernel of this library where that computes the same",
+)

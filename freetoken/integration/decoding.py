@@ -23,6 +23,7 @@ from freetoken.decode.ring import TokenRing
 from freetoken.device.base import Graph
 from freetoken.duties.steps import StepGraph
 from freetoken.errors import ClosedError, DeviceError, FreeTokenError, StepError
+from freetoken.integration.attention import implementation
 from freetoken.integration.fixed_cache import FixedForward, cache_argument, why_not_copied
 from freetoken.integration.generated import Generated
 from freetoken.integration.sampling import Sampler, sampler_key, unknown
@@ -339,7 +340,7 @@ def _room(ids: torch.Tensor, config: Any) -> int:
 def _placed(model: Any) -> object:
     """What graphs of a model depend on: where its tensors lie, how it attends, and what its modules are switched to."""
     tensors = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
-    return model.config.get_text_config()._attn_implementation, tensors, list(_switches(model))
+    return implementation(model.config.get_text_config()), tensors, list(_switches(model))
 
 
 def _switches(model: Any) -> Iterator[object]:

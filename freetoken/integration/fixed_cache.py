@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from freetoken.integration.attention import ATTENTIONS, implementation, step_attention
 from freetoken.integration.compiled import compiled_layers
 from freetoken.integration.topk import OwnTopK
 
-_ATTENTIONS = ("eager", "sdpa")
-"""Implementations of attention that take masks to be added and wait for nothing."""
 _KINDS = {"full_attention", "sliding_attention"}
 """Kinds of layers that masks are made for."""
 
@@ -39,8 +38,8 @@ def why_not_fixed(model: Any) -> str | None:
         return f"{name} has an encoder"
     if hasattr(model, "create_masks_for_generate"):
         return f"{name} makes masks of its own"
-    if config._attn_implementation not in _ATTENTIONS:
-        return f"attention {config._attn_implementation!r} is none of {', '.join(_ATTENTIONS)}"
+    if implementation(config) not in ATTENTIONS:
+        return f"attention {implementation(config)!r} is none of {', '.join(ATTENTIONS)}"
     kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
     if kinds or getattr(config, "attention_chunk_size", None) is not None:
         return f"{name} has layers of kind {', '.join(sorted(kinds)) or 'chunked_attention'}"
@@ -138,6 +137,7 @@ class FixedForward:
         self._dtype = model.dtype
         self._on = on = model.device
         self._compiled = compiled_layers(model, self._cache_name)
+        self._attention = step_attention(model)
         self.rows = rows
         with torch.inference_mode(False):  # they are used inside and outside of that
             self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=on)
@@ -145,7 +145,8 @@ class FixedForward:
             self.column = torch.zeros(1, dtype=torch.int64, device=on)
             self.valid = torch.zeros(rows, dtype=torch.bool, device=on)
             self.logits = torch.zeros(rows, 0, dtype=torch.float32, device=on)
-            self._visible = torch.ones(rows, 0, dtype=torch.bool, device=on)
+            self._padding = torch.zeros(rows, 0, dtype=self._dtype, device=on)
+            self._least = torch.full((), torch.finfo(self._dtype).min, dtype=self._dtype, device=on)
         self.length = 0
         self.grow(length)
 
@@ -156,8 +157,8 @@ class FixedForward:
         for memory in self._memories:
             memory.reserve(self.rows, length, *memory.tensors)
         with torch.inference_mode(False):
-            more = torch.ones(self.rows, length - self.length, dtype=torch.bool, device=self._on)
-            self._visible = torch.cat([self._visible, more], dim=1)
+            more = torch.zeros(self.rows, length - self.length, dtype=self._dtype, device=self._on)
+            self._padding = torch.cat([self._padding, more], dim=1)
             self._columns = torch.arange(length, device=self._on)
         self._caches.clear()
         self.length = length
@@ -185,7 +186,7 @@ class FixedForward:
         self.start(n, tokens - 1)
         self.positions[:n].copy_(positions)
         if mask is not None:
-            self._visible[:n, :tokens].copy_(mask != 0)
+            self._padding[:n, :tokens].masked_fill_(mask == 0, self._least)
 
     def restart(self, rows: int) -> None:
         """Forget all sequences; the first rows are new ones, whose first token is the next."""
@@ -199,7 +200,7 @@ class FixedForward:
         self.tokens.zero_()
         self.positions.zero_()
         self.column.fill_(column)
-        self._visible.fill_(True)
+        self._padding.zero_()
         self.valid.fill_(False)
         self.valid[:rows].fill_(True)
 
@@ -233,7 +234,8 @@ class FixedForward:
         given = {self._cache_name: self._cache(rows, length), "attention_mask": self._masks(rows, ids.shape[1], length)}
         model = self._model()
         assert model is not None, "who steps holds the model"
-        out = model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **given)
+        with contextlib.nullcontext() if self._attention is None else self._attention.used(model):
+            out = model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **given)
         logits = out.logits[:, -1]
         if self.logits.shape[1] != logits.shape[1]:
             with torch.inference_mode(False):
@@ -249,16 +251,13 @@ class FixedForward:
 
     def _masks(self, rows: int, tokens: int, length: int) -> Any:
         """What to add to the scores (rows, 1, tokens, length): for each kind of layers, or for all."""
-        columns = self._columns[:length]
-        at = (self.column + self._columns[:tokens])[:, None]
-        hidden = (columns > at) | ~self._visible[:rows, None, :length]
+        at = (self.column if tokens == 1 else self.column + self._columns[:tokens])[:, None]
+        whole = torch.where(self._columns[:length] > at, self._least, self._padding[:rows, None, :length])[:, None]
+        if self._named and "sliding_attention" not in self._kinds:
+            return dict.fromkeys(self._kinds, whole)
+        windowed = whole
+        if self._window is not None:
+            windowed = torch.where(self._columns[:length] <= at - self._window, self._least, whole)
         if self._named:
-            windows = {kind: self._window if kind == "sliding_attention" else None for kind in self._kinds}
-            return {kind: self._mask(hidden, columns, at, window) for kind, window in windows.items()}
-        return self._mask(hidden, columns, at, self._window)
-
-    def _mask(self, hidden: torch.Tensor, columns: torch.Tensor, at: torch.Tensor, window: int | None) -> torch.Tensor:
-        if window is not None:
-            hidden = hidden | (columns <= at - window)
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
-        return mask.masked_fill(hidden, torch.finfo(self._dtype).min)[:, None]
+            return {kind: windowed if kind == "sliding_attention" else whole for kind in self._kinds}
+        return windowed

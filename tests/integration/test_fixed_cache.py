@@ -46,9 +46,9 @@ def family(name: str, **changes: Any) -> Any:
     return make_model(make_config(name, LOADS[name] | changes))
 
 
-def padded_prompt() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def padded_prompt(on: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Three of different lengths, their mask and positions."""
-    ids = torch.randint(3, VOCABULARY, (3, PROMPT), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, VOCABULARY, (3, PROMPT), generator=torch.Generator().manual_seed(1)).to(on)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     mask[2, :1] = 0
@@ -59,7 +59,7 @@ def padded_prompt() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def check_steps(model: Any, steps: int, length: int, grown: int = 0) -> None:
     """Prompts, then steps of random tokens, with both caches. length: that steps see; grown: that it becomes midway."""
     name = cache_argument(model)
-    ids, mask, positions = padded_prompt()
+    ids, mask, positions = padded_prompt(model.device)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     for cache in caches:
         model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{name: cache})
@@ -70,7 +70,7 @@ def check_steps(model: Any, steps: int, length: int, grown: int = 0) -> None:
         if grown and step == steps // 2:
             length = grown
             assert fixed.grow(grown)
-        tokens = torch.randint(3, VOCABULARY, (3,), generator=generator)
+        tokens = torch.randint(3, VOCABULARY, (3,), generator=generator).to(model.device)
         mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
         positions = positions[:, -1:] + 1
         given = {name: caches[0], "attention_mask": mask, "position_ids": positions, "use_cache": True}

@@ -1,4 +1,4 @@
-"""Triton's interpreter made quicker: it replaces the functions of `triton.language` again in each call within a kernel."""
+"""Triton's interpreter made quicker: it replaces functions of `triton.language` again in each call within a kernel."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ $(VENV)/.built: $(VENV)/.torch setup.py setup.cfg pyproject.toml $(SOURCES)
 	@touch $@
 
 $(VENV)/.linters: $(VENV)/.built
-	@$(PIP) install --editable ".[lint]" --no-build-isolation
+	@$(PIP) install "freetoken[lint]"
 	@touch $@
 
 # llama.cpp for any processor that has AVX2, as pip keeps what it has built; its default is for this one only.

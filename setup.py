@@ -1,5 +1,6 @@
 """Compiles every .pyx of the package; metadata is in setup.cfg."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -32,5 +33,6 @@ setup(
         ],
         compiler_directives=DIRECTIVES,
         build_dir="build/cython",
-    )
+    ),
+    options={"build_ext": {"parallel": os.cpu_count()}},
 )

@@ -7,30 +7,29 @@ from pathlib import Path
 
 LARGEST_BYTES = 7_000_000
 FORBIDDEN = re.compile(r"\.(pyx|h|c|cpp|py[co])$|libgomp|^(tests|benchmarks|docs)/|^freetoken\.libs/")
+PACKAGE = Path(__file__).resolve().parents[1] / "freetoken"
 REQUIRED = [
-    r"freetoken/__init__\.py",
-    r"freetoken/py\.typed",
-    r"freetoken/kernels/_experts\.[\w.-]+\.so",
-    r"freetoken/kernels/_experts\.pxd",
-    r"freetoken/kernels/_experts\.pyi",
-    r"freetoken/device/handoff\.cu",
-    r"freetoken/device/handoff\.cuh",
-    r"freetoken/gpu/gemv\.cu",
-    r"freetoken/gpu/tile_mxfp4\.cuh",
-    r"freetoken/demo/config\.json",
-    r"freetoken/demo/generation_config\.json",
-    r"freetoken/demo/model\.safetensors",
-    r"freetoken/demo/tokenizer\.json",
-    r"freetoken/demo/tokenizer_config\.json",
     r"freetoken-[\w.]+\.dist-info/licenses/LICENSE",
     r"freetoken-[\w.]+\.dist-info/entry_points\.txt",
 ]
 
 
+def required() -> list[str]:
+    """Patterns of all that must be inside: each file of the package, and for sources what is compiled of them."""
+    found = list(REQUIRED)
+    for path in sorted(PACKAGE.rglob("*")):
+        name = re.escape(path.relative_to(PACKAGE.parent).with_suffix("").as_posix())
+        if path.suffix == ".pyx":
+            found.append(name + r"\.[\w-]+\.so")
+        elif path.is_file() and path.suffix != ".so" and not FORBIDDEN.search(path.name):
+            found.append(name + re.escape(path.suffix))
+    return found
+
+
 def find_faults(names: list[str], size: int) -> list[str]:
     """One line for each fault of a wheel of that size with files of these names."""
     faults = [f"holds {name}" for name in names if FORBIDDEN.search(name)]
-    faults += [f"lacks {wanted}" for wanted in REQUIRED if not any(re.fullmatch(wanted, name) for name in names)]
+    faults += [f"lacks {wanted}" for wanted in required() if not any(re.fullmatch(wanted, name) for name in names)]
     if size > LARGEST_BYTES:
         faults.append(f"has {size} bytes, more than {LARGEST_BYTES}")
     return faults

@@ -1,6 +1,8 @@
 """What tests of more than one module share: the folder of test data, and markers for what a machine may lack."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,17 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}: set FREETOKEN_TEST_DATA to the folder that holds it")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Triton's, if any test that was collected has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "triton.runtime.interpreter" in sys.modules:
+            from tests.support.interpreter import patch_once
+
+            patch_once(patch)
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

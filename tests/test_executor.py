@@ -35,10 +35,10 @@ ALL_FORMATS = [formats.get(name) for name in formats.names()]
 EVERY_FORMAT = pytest.mark.parametrize("fmt", ALL_FORMATS, ids=lambda fmt: fmt.name)
 
 
-def make_bank(fmt: Format, bias: bool = False, count: int = EXPERTS) -> Bank:
-    bank = Bank(RecordLayout(fmt, HIDDEN, WIDTH, bias), count)
+def make_bank(fmt: Format, bias: bool = False, count: int = EXPERTS, width: int = WIDTH) -> Bank:
+    bank = Bank(RecordLayout(fmt, HIDDEN, width, bias), count)
     for e in range(count):
-        bank.put(e, make_expert(fmt, HIDDEN, WIDTH, bias=bias, seed=e))
+        bank.put(e, make_expert(fmt, HIDDEN, width, bias=bias, seed=e))
     return bank
 
 

@@ -627,6 +627,33 @@ class EndingLayout(RecordLayout):
         return sum(self.sections[self.last])
 
 
+@cache
+def pair_of(layout: RecordLayout) -> NDArray[np.uint8]:
+    return make_bank(layout, 2)
+
+
+@cache
+def ending_bank(layout: EndingLayout) -> NDArray[np.uint8]:
+    """The same two experts, section by section: packing relies on the order that records have."""
+    plain = RecordLayout(layout.format, layout.hidden, layout.intermediate, layout.bias)
+    bank = np.zeros((2, layout.nbytes), np.uint8)
+    for name, (offset, size) in plain.sections.items():
+        at = layout.sections[name][0]
+        bank[:, at : at + size] = pair_of(plain)[:, offset : offset + size]
+    return bank
+
+
+@cache
+def ending_case(fmt: Format, shape: tuple[int, int], n_tokens: int, dtype: type, act: str) -> tuple[Any, ...]:
+    """Input in that dtype, routes, and what must come of them, wherever in a record its sections lie."""
+    layout = RecordLayout(fmt, *shape, bias=True)
+    routes = make_routes(n_tokens, 2, 2)
+    x = np.random.default_rng(0).standard_normal((n_tokens, shape[0])).astype(np.float32)
+    given = x if dtype == np.float32 else fp32_to_bf16(x)
+    seen = x if dtype == np.float32 else bf16_to_fp32(given)
+    return given, routes, *run_layer_rounded(act, pair_of(layout), layout, seen, *routes, GPT_OSS)
+
+
 def guard_params() -> list[ParameterSet]:
     found = []
     for param in way_params():
@@ -645,15 +672,11 @@ def test_reads_and_writes_nothing_past_the_end(
 ) -> None:
     """An access past the end of any argument kills the process (prefetches may pass it)."""
     layout = EndingLayout(fmt, *shape, bias=True, last=last)
-    bank = guarded(make_bank(layout, 2))
+    bank = guarded(ending_bank(layout))
     for n_tokens, dtype in ((1, np.float32), (3, np.float32), (3, np.uint16), (17, np.float32)):
-        ids, weights = make_routes(n_tokens, 2, 2)
-        x = np.random.default_rng(0).standard_normal((n_tokens, shape[0])).astype(np.float32)
-        given = x if dtype == np.float32 else fp32_to_bf16(x)
+        given, routes, wanted, slack = ending_case(fmt, shape, n_tokens, dtype, act_of(kernel, rounding))
         out = guarded(np.empty_like(given))
-        run(kernel, layout, bank, guarded(given), guarded(ids), guarded(weights), GPT_OSS, out=out, rounding=rounding)
-        seen = x if dtype == np.float32 else bf16_to_fp32(given)
-        wanted, slack = run_layer_rounded(act_of(kernel, rounding), bank, layout, seen, ids, weights, GPT_OSS)
+        run(kernel, layout, bank, guarded(given), *map(guarded, routes), GPT_OSS, out=out, rounding=rounding)
         if dtype == np.float32:
             check_close(out, wanted, reference.ERROR_BOUND["fp32"], slack)
         else:

@@ -24,7 +24,7 @@ from freetoken.offload.split import fetch_table
 from tests.support.devices import DEVICES, open_for_test, with_interpreter
 from tests.test_executor import EXPERTS, HIDDEN, TOP_K, make_bank
 
-LAYERS = 2
+LAYERS, WIDTH = 2, 32
 WITH_CACHE = ("offload", "hybrid")
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
@@ -47,7 +47,7 @@ class Step:
         self.dtype = how.pop("dtype", torch.float32)
         self.masked = how.pop("masked", False)
         executor = Executor((0,), self.dtype)
-        self.bound = [executor.bind(make_bank(formats.get("q8_0")), Activation()) for _ in range(LAYERS)]
+        self.bound = [executor.bind(make_bank(formats.get("q8_0"), width=WIDTH), Activation()) for _ in range(LAYERS)]
         shapes = [LayerExperts.of(layer.bank, TOP_K) for layer in self.bound]
         cache = how.pop("cache", 2 * TOP_K * LAYERS) if strategy in WITH_CACHE else "auto"
         room = choose_room(shapes, 1 << 34, Asked(strategy, cache, how.pop("max_fetch", "auto")))

@@ -17,6 +17,8 @@ from freetoken.device.base import Flag
 COMPILER = shutil.which("g++")
 _HARDWARE = [("freetoken.gpu", "device.cuh"), ("freetoken.device", "handoff.cuh")]
 """What the twin has in its own way."""
+_TWIN = Path(__file__).with_suffix(".h")
+_COMMAND = [COMPILER or "g++", "-std=c++20", "-O1", "-w", "-fPIC"]
 _LAUNCH = """
 extern "C" void twin_{name}(void **at, const int *grid, int threads, int shared) {{
     ft_launch({name}, at, grid, threads, shared);
@@ -32,7 +34,9 @@ class TwinDevice:
     multiprocessors = 2
 
     def __init__(self, folder: Path) -> None:
+        """Compiles the twin's header once for all kernels: it is found there, as what g++ made of it."""
         self._folder = folder
+        subprocess.run([*_COMMAND, "-x", "c++-header", _TWIN, "-o", folder / f"{_TWIN.name}.gch"], check=True)
 
     def pointer(self, memory: torch.Tensor | Flag) -> int:
         return memory.address if isinstance(memory, Flag) else memory.data_ptr()
@@ -40,24 +44,15 @@ class TwinDevice:
     def compile(self, source: str, *names: str) -> list[TwinKernel]:
         hardware = [(importlib.resources.files(p) / name).read_text(encoding="utf-8") for p, name in _HARDWARE]
         mine = next(text for text in hardware if text in source)
-        text = source.replace(mine, f'#include "{Path(__file__).with_suffix(".h")}"\n')
+        text = f'#include "{_TWIN.name}"\n' + source.replace(mine, "")
         text += "".join(_LAUNCH.format(name=name) for name in names)
         place = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         library = place.with_suffix(".so")
         if not library.exists():
             place.with_suffix(".cpp").write_text(text)
-            command = [
-                COMPILER,
-                "-std=c++20",
-                "-O1",
-                "-w",
-                "-shared",
-                "-fPIC",
-                place.with_suffix(".cpp"),
-                "-o",
-                library,
-            ]
-            subprocess.run(command, check=True)
+            subprocess.run(
+                [*_COMMAND, "-shared", "-I", _TWIN.parent, place.with_suffix(".cpp"), "-o", library], check=True
+            )
         loaded = ctypes.CDLL(str(library))
         return [TwinKernel(loaded[f"twin_{name}"]) for name in names]
 

@@ -139,9 +139,7 @@ def test_widths_of_models(machine: Any, name: str, hidden: int, intermediate: in
     check(y, {r: expect(layout, records[0], x[r], GPT_OSS) for r in range(2)}, 4e-3)
 
 
-@pytest.mark.parametrize(
-    "shape", [Shape(4, 3, 1, 1), Shape(8, 2, 2, 1), Shape(4, 4, 4, 64), replace(OWN, single=True)]
-)
+@pytest.mark.parametrize("shape", [Shape(4, 3, 1, 1), Shape(8, 2, 2, 1), Shape(4, 4, 4, 64), replace(OWN, single=True)])
 @pytest.mark.parametrize("name", ["mxfp4", "fp8_block"])
 def test_bits_do_not_depend_on_companions_or_on_tiles_of_a_block(machine: Any, name: str, shape: Shape) -> None:
     layout = RecordLayout(formats.get(name), 256, 176 if name == "fp8_block" else 160, True)

@@ -10,7 +10,7 @@ SOURCES := $(shell find freetoken -name '*.pyx' -o -name '*.pxd' -o -name '*.h')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test llama bench sanitize twin lint stubs clean help
+.PHONY: demo test llama bench sanitize sanitized twin twinned lint stubs clean help
 
 demo: $(VENV)/.built  ## generate text with the small model that comes along
 	$(VENV)/bin/ft generate --prompt "It was a dark night, and" --temperature 0.6 --seed 3
@@ -30,9 +30,11 @@ bench: $(VENV)/.built  ## measure, without the tests (ARGS is passed on to pytes
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZED := import sys, freetoken, pytest; assert "sanitized" in freetoken.__file__; sys.exit(pytest.main(sys.argv[1:]))
 
-sanitize: $(VENV)/.built  ## run the tests of compiled modules under AddressSanitizer and UBSan
+sanitized: $(VENV)/.built
 	@CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" PYTHONWARNINGS=ignore \
 	$(PY) setup.py --quiet build --build-lib build/sanitized --build-temp build/sanitized.tmp
+
+sanitize: sanitized  ## run the tests of compiled modules under AddressSanitizer and UBSan
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	PYTHONPATH=build/sanitized $(PY) -P -c '$(SANITIZED)' -p no:cacheprovider -q --capture=sys \
 	tests/kernels tests/checkpoint/test_strips.py tests/rows/test_table.py tests/duties/test_layer.py --deselect tests/kernels/test_portable.py $(ARGS)
@@ -40,9 +42,11 @@ sanitize: $(VENV)/.built  ## run the tests of compiled modules under AddressSani
 # A third one, in build/twin, whose matrix unit is plain C: the tests of amx on a processor without one.
 TWIN := import sys, freetoken, pytest; assert "twin" in freetoken.__file__; sys.exit(pytest.main(sys.argv[1:]))
 
-twin: $(VENV)/.built  ## run the tests of amx with its instructions replaced by C
+twinned: $(VENV)/.built
 	@CFLAGS="-DFT_AMX_TWIN -Itests/support" PYTHONWARNINGS=ignore \
 	$(PY) setup.py --quiet build --build-lib build/twin --build-temp build/twin.tmp
+
+twin: twinned  ## run the tests of amx with its instructions replaced by C
 	PYTHONPATH=build/twin $(PY) -P -c '$(TWIN)' -p no:cacheprovider -q --capture=sys \
 	tests/kernels/test_experts.py tests/kernels/test_isa.py -k "amx or isa" $(ARGS)
 

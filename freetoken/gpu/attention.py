@@ -53,15 +53,17 @@ def attend(
     _, kv_heads, columns, _ = key.shape
     shapes = (rows, kv_heads, columns, width), (rows, kv_heads, columns, value.shape[-1]), (rows, 1, 1, columns)
     found = tuple(key.shape), tuple(value.shape), tuple(mask.shape)
-    if tokens != 1 or heads % kv_heads or found != shapes or (sinks is not None and sinks.shape != (heads,)):
+    fits = tokens == 1 and heads % kv_heads == 0 and found == shapes and (sinks is None or sinks.shape == (heads,))
+    if not fits or not rows or not columns:
         raise ValueError(
             f"query {tuple(query.shape)}, key, value and mask {', '.join(map(str, found))} and sinks "
             f"{None if sinks is None else tuple(sinks.shape)} do not fit: expected (B, H, 1, W), (B, H / G, C, W), "
-            "(B, H / G, C, V), (B, 1, 1, C) and (H,)"
+            "(B, H / G, C, V), (B, 1, 1, C) and (H,), B and C at least 1"
         )
     if why := why_not_attend(query, key, value):
         raise ValueError(why)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    sinks = None if sinks is None else sinks.contiguous()
     group, wide = heads // kv_heads, value.shape[-1]
     block = _block(width, wide, query.dtype)
     steps = triton.cdiv(triton.cdiv(columns, block), slices or _slices(rows * kv_heads, triton.cdiv(columns, block)))
@@ -148,7 +150,7 @@ def read(
             none = tl.zeros((PADDED_GROUP, BLOCK), tl.float32)
             scores = multiply_add(vectors, tl.trans(keys), none, "ieee") * scaling
             if CAPPED:
-                scores = softcap * (2 / (1 + tl.exp(-2 * scores / softcap)) - 1)
+                scores = softcap * _tanh(scores / softcap)
             scores = tl.where(seen[None, :], scores + bias[None, :], float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             faded = tl.exp(top - higher)
@@ -205,6 +207,14 @@ def combine(
 
 
 @triton.jit
+def _tanh(x):
+    """By a Taylor polynomial where x is small, for the difference would lose its digits there."""
+    square = x * x
+    small = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    return tl.where(square < 0.01, small, 2 / (1 + tl.exp(-2 * x)) - 1)
+
+
+@triton.jit
 def _finite(top):
     """Where nothing was seen, 0, from which minus infinity can be taken."""
     return tl.where(top == float("-inf"), 0.0, top)
@@ -212,5 +222,5 @@ def _finite(top):
 
 @triton.jit
 def _whole(total):
-    """Where nothing was seen, 1, by which nothing can be divided."""
-    return tl.where(total > 0, total, 1.0)
+    """Where nothing was seen, 1, by which nothing can be divided. A NaN stays one."""
+    return tl.where(total == 0, 1.0, total)

@@ -6,7 +6,8 @@ has one of them, which says what the user's is: no module is changed, no functio
 nothing is left behind. Whoever calls the model meanwhile from another thread, and a call that asks for what the kernel
 does not do, gets transformers' own function.
 
-What a family's own eager attention computes is found by trying it, as activations are.
+Only transformers' own functions and modules are exchanged: what somebody else's do, no try can tell. What a family's
+own eager attention computes is found by trying it, as activations are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import re
 import sys
 import threading
 import weakref
@@ -50,6 +52,9 @@ _IDLE = {
     "use_cache",
 }
 """What a call may give. Windows are in the mask, sinks are the module's."""
+_LOOK_UP = r"get_interface\(\s*self\.config\._attn_implementation,"
+_SOFTCAP = 1e4
+"""At most; a score divided by more, float32 could not tell from 0."""
 _BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 """Of the norm, by which two ways to attend may differ; one without a sink or with another scale is far beyond."""
 
@@ -164,8 +169,14 @@ def _why_not(model: Any, name: Any) -> str:
     }
     if name not in ATTENTIONS or not kinds:
         return f"{type(model).__name__} has no modules that look it up"
+    if any("forward" in vars(module) for module in model.modules() if type(module) in {kind for kind, _ in kinds}):
+        return "one that looks it up has a forward of its own"
     for kind, sinks in kinds:
+        if not _looks_up_only(kind):
+            return f"{kind.__name__} is not transformers' own, or depends on what it is called"
         _functions[name, kind] = found = _find(name, kind)
+        if found.call is not None and not _is_of_transformers(found.call):
+            return f"that of {kind.__name__} is not transformers' own"
         if why := _try(found.call, sinks, model.dtype, model.device):
             return f"that of {kind.__name__} {why}"
     return ""
@@ -176,6 +187,22 @@ def _find(name: str, kind: type) -> _Function:
     own = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
     call = ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
     return _Function(call, call is not None and "softcap" in inspect.signature(call).parameters)
+
+
+def _is_of_transformers(call: Callable[..., Any]) -> bool:
+    """Where a function was written, whatever it says of itself."""
+    return str(getattr(call, "__globals__", {}).get("__name__", "")).startswith("transformers.")
+
+
+def _looks_up_only(kind: type) -> bool:
+    """Whether a class is of transformers' models and uses the name of an attention for nothing but to look it up."""
+    if not kind.__module__.startswith("transformers.models."):
+        return False
+    try:
+        source = "".join(inspect.getsource(of) for of in kind.__mro__ if of.__module__.startswith("transformers."))
+    except (OSError, TypeError):
+        return False
+    return source.count("_attn_implementation") == len(re.findall(_LOOK_UP, source))
 
 
 @functools.cache
@@ -254,6 +281,8 @@ def _is_for_kernel(
     if sinks is not None and sinks.shape != (query.shape[1],):
         return False
     if given.get("dropout") or not isinstance(given.get("scaling"), float):
+        return False
+    if (given.get("softcap") or 0) > _SOFTCAP or (sinks is None and given.get("s_aux") is not None):
         return False
     return all(name in _IDLE or value is None or value is False for name, value in given.items())
 

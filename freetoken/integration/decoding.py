@@ -18,11 +18,12 @@ import torch
 from transformers import EosTokenCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
+from freetoken import settings
 from freetoken.decode.graph import SIZES, DecodeGraph, length_of, size_of
 from freetoken.decode.ring import TokenRing
 from freetoken.device.base import Graph
 from freetoken.duties.steps import StepGraph
-from freetoken.errors import ClosedError, DeviceError, FreeTokenError, StepError
+from freetoken.errors import ClosedError, ConfigError, DeviceError, FreeTokenError, StepError
 from freetoken.integration.attention import implementation
 from freetoken.integration.fixed_cache import FixedForward, cache_argument, why_not_copied
 from freetoken.integration.generated import Generated
@@ -229,7 +230,7 @@ class Decoder:
     def _refuse(self, error: Exception) -> None:
         """A step cannot be captured; raises an error that is about something else."""
         of_device = isinstance(error, DeviceError) and (error.facts["lost"] or error.facts["operation"] != "capture")
-        if isinstance(error, StepError | ClosedError) or of_device:
+        if isinstance(error, StepError | ClosedError | ConfigError) or of_device:
             raise error
         self.why_not = f"a step cannot be captured: {type(error).__name__}: {error}"
 
@@ -340,7 +341,8 @@ def _room(ids: torch.Tensor, config: Any) -> int:
 def _placed(model: Any) -> object:
     """What graphs of a model depend on: where its tensors lie, how it attends, and what its modules are switched to."""
     tensors = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
-    return implementation(model.config.get_text_config()), tensors, list(_switches(model))
+    chosen = settings.ATTENTION.read(), settings.COMPILE.read()
+    return implementation(model.config.get_text_config()), tensors, chosen, list(_switches(model))
 
 
 def _switches(model: Any) -> Iterator[object]:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from freetoken import settings
@@ -33,6 +35,8 @@ _NOT_OURS = ("assistant_model", "cache", "custom_generate", "inputs_embeds", "pa
 
 def install(model: Any, experts: DeviceExperts) -> None:
     """Let `model.generate` replay steps, unless FREETOKEN_GRAPH is off. experts: the model's."""
+    for setting in (settings.ATTENTION, settings.COMPILE):
+        setting.read()  # what is wrong is said when the model is loaded, not in its first text
     if settings.GRAPH.read() != "off" and hasattr(type(model), "generate"):
         model.generate = Generate(model, experts)
 
@@ -94,10 +98,18 @@ def _why_not_ours(model: Any, given: dict[str, Any]) -> str:
         return "the model is in training mode"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
+    if modes := [mode for mode in _modes() if not isinstance(mode, DeviceContext)]:
+        return f"the mode {type(modes[-1]).__name__} sees each operation"
     if module._global_forward_hooks or module._global_forward_pre_hooks:
         return "hooks are registered on all modules"
     hooked = [type(m).__name__ for m in model.modules() if any(map(_is_strange, (*_hooks(m), *_hooks(m, "_pre"))))]
     return f"hooks are registered on {', '.join(sorted(set(hooked)))}" if hooked else ""
+
+
+def _modes() -> list[Any]:
+    """Of torch that are on in this thread; what they do would be in no replay."""
+    functions = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [*functions, *_get_current_dispatch_mode_stack()]
 
 
 def _hooks(hooked: torch.nn.Module, when: str = "") -> Iterable[Any]:

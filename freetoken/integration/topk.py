@@ -55,7 +55,10 @@ def _taken(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, int] | None:
         return None
     from freetoken.gpu import topk  # imports triton
 
-    given = _arguments(*args, **kwargs)
+    try:
+        given = _arguments(*args, **kwargs)
+    except TypeError:  # NumPy's names of arguments, which torch takes, or none that it takes
+        return None
     x, k = given["input"], given["k"]
     if type(k) is not int or given["out"] is not None or not given["largest"] or not isinstance(x, torch.Tensor):
         return None

@@ -136,7 +136,11 @@ def test_rows_that_see_nothing(slices: int, device: torch.device) -> None:
 @pytest.mark.parametrize("slices", [1, 3])
 def test_softcap(slices: int, device: torch.device) -> None:
     query, key, value = make(2, 4, 150, 64, torch.float32)
-    check([query * 8, key, value], window(2, 150, 140), device, torch.ones(8), softcap=5.0, slices=slices)
+    for softcap in (
+        5.0,
+        1e4,
+    ):  # with the second, scores are a ten thousandth of it: its tanh must be as exact as they are
+        check([query * 8, key, value], window(2, 150, 140), device, torch.ones(8), softcap=softcap, slices=slices)
 
 
 @pytest.mark.parametrize("slices", [1, 4])
@@ -184,6 +188,18 @@ def test_other_strides(device: torch.device) -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, in the interpreter
+@pytest.mark.parametrize("slices", [1, 3])
+def test_numbers_that_are_none_are_seen(slices: int, device: torch.device) -> None:
+    query, key, value = (x.to(device) for x in make(1, 4, 200, 64, torch.float32))
+    mask = torch.zeros(1, 1, 1, 200, device=device)
+    for wrong in (torch.nan, torch.inf):
+        sinks = torch.zeros(16, device=device)[::2]
+        sinks[3] = wrong
+        found = attend(query, key, value, mask, sinks, 0.1, slices=slices)[0, 0].isnan().all(-1)
+        assert found.tolist() == [n == 3 for n in range(8)]
+
+
 def test_refuses_what_does_not_fit() -> None:
     query, key, value = make(2, 4, 90, 64, torch.float32)
     mask = torch.zeros(2, 1, 1, 90)
@@ -193,6 +209,8 @@ def test_refuses_what_does_not_fit() -> None:
         [query[:, :7], key, value, mask, None],
         [query, key, value, mask, torch.zeros(7)],
         [query.expand(-1, -1, 2, -1), key, value, mask, None],
+        [query[:0], key[:0], value[:0], mask[:0], None],
+        [query, key[:, :, :0], value[:, :, :0], mask[..., :0], None],
     ):
         with pytest.raises(ValueError, match=r"do not fit: expected \(B, H, 1, W\)"):
             attend(*wrong, 0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Iterator
@@ -174,10 +175,51 @@ def test_functions_that_do_something_else(
     model = family("qwen3_moe").to(on, dtype)
     model.set_attn_implementation("eager")
     assert step_attention(model) is not None and not caplog.messages
+    monkeypatch.setattr(attention, "_is_of_transformers", lambda call: True)
     monkeypatch.setattr(modeling_qwen3_moe, "eager_attention_forward", function)
     assert step_attention(model) is None
     assert len(caplog.messages) == 1 and why in caplog.messages[0]
     assert "transformers' own eager: that of Qwen3MoeAttention" in caplog.messages[0]
+
+
+def test_what_is_not_transformers_own(
+    on: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Is not exchanged, even if it does the same on a try: a function, a class, a forward."""
+
+    class Own(modeling_qwen3_moe.Qwen3MoeAttention):  # type: ignore[misc]
+        pass
+
+    def refused(why: str) -> bool:
+        caplog.clear()
+        return step_attention(model) is None and why in caplog.text
+
+    model = family("qwen3_moe").to(on)
+    attending = model.model.layers[0].self_attn
+    with monkeypatch.context() as patch:
+        model.set_attn_implementation("eager")
+        patch.setattr(modeling_qwen3_moe, "eager_attention_forward", plain)
+        assert refused("that of Qwen3MoeAttention is not transformers' own")
+    with monkeypatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", functools.wraps(ALL_ATTENTION_FUNCTIONS["sdpa"])(plain))
+        model.set_attn_implementation("sdpa")
+        assert refused("that of Qwen3MoeAttention is not transformers' own")
+    assert step_attention(model) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(attending, "__class__", Own)
+        assert refused("Own is not transformers' own, or depends on what it is called")
+    with monkeypatch.context() as patch:
+        patch.setattr(attending, "forward", attending.forward, raising=False)
+        assert refused("a forward of its own")
+    assert step_attention(model) is not None
+
+
+@pytest.mark.parametrize("name", ["minimax_m3_vl.MiniMaxM3VLAttention", "deepseek_v32.DeepseekV32Attention"])
+def test_classes_that_ask_how_their_attention_is_called(name: str) -> None:
+    family, _, kind = name.partition(".")
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    assert not attention._looks_up_only(getattr(module, kind))
+    assert attention._looks_up_only(modeling_gemma4.Gemma4TextAttention)
 
 
 def test_sinks_that_a_function_leaves_out(on: torch.device, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +234,7 @@ def test_sinks_that_a_function_leaves_out(on: torch.device, caplog: pytest.LogCa
 @pytest.mark.parametrize(
     "asked",
     [
-        {"dropout": 0.5}, {"scaling": None}, {"softcap": 3.0}, {"position_bias": 1.0}, {"anything": 1},
+        {"dropout": 0.5}, {"scaling": None}, {"softcap": 3.0}, {"s_aux": 1.0}, {"position_bias": 1.0}, {"anything": 1},
         {"mask": None}, {"mask": "bool"}, {"mask": "heads"}, {"tokens": 2}, {"width": 512}, {"dtype": torch.float64},
         {"sinks": 3},
     ],

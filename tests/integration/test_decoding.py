@@ -17,13 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 import freetoken
 from freetoken.decode import graph
 from freetoken.device.base import Device
 from freetoken.device.simulated import SimulatedDevice
-from freetoken.errors import ClosedError, DeviceError, FreeTokenError, StepError, UnsupportedError
+from freetoken.errors import ClosedError, ConfigError, DeviceError, FreeTokenError, StepError, UnsupportedError
 from freetoken.executor import BoundLayer
 from freetoken.integration.device import open_device
 from freetoken.integration.fixed_cache import FixedForward, _Memory, cache_argument
@@ -616,6 +618,45 @@ def test_modes_that_change_numbers(tiny: Path, device: Device, replays: list[int
     check_same(model, replays, NEW - 1, **given)
     with torch.autocast(model.device.type, torch.bfloat16):
         check_same(model, replays, 0, **given)
+    check_same(model, replays, NEW - 1, **given)
+
+
+class Smallest(TorchFunctionMode):
+    """Has routers choose the experts that they like least."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}), **({"largest": False} if func is torch.topk else {}))
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_that_see_each_operation(tiny: Path, device: Device, replays: list[int]) -> None:
+    """A replay would run past them; one that only says where tensors are made is none."""
+    model = place(tiny, device)
+    given = prompts(1, device) | {"max_new_tokens": NEW}
+    for mode in (Smallest(), Seen()):
+        with mode:
+            check_same(model, replays, 0, **given)
+    with torch.device(model.device):
+        check_same(model, replays, NEW - 1, **given)
+
+
+@pytest.mark.parametrize("name", ["FREETOKEN_ATTENTION", "FREETOKEN_COMPILE"])
+def test_settings_that_are_wrong(
+    name: str, tiny: Path, device: Device, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Are said to be at once, and the model is usable when they are right again."""
+    model = place(tiny, device)
+    given = prompts(1, device) | {"max_new_tokens": NEW}
+    monkeypatch.setenv(name, "perhaps")
+    with pytest.raises(ConfigError, match=name):
+        place(tiny, device)
+    with pytest.raises(ConfigError, match=name):
+        model.generate(**given)
+    monkeypatch.delenv(name)
     check_same(model, replays, NEW - 1, **given)
 
 

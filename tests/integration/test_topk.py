@@ -69,6 +69,7 @@ LEFT: list[Callable[[torch.Tensor], Any]] = [
     lambda x: x.repeat(1, 90).topk(2),
     lambda x: x.double().topk(2),
     lambda x: x.view(-1, 3, 4).topk(2, dim=1),
+    lambda x: torch.topk(x, 2, axis=-1),  # type: ignore[call-overload]
 ]
 
 

@@ -49,8 +49,8 @@ class Shape:
 
     Of some 50 shapes on an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16 units) none was better than
     these by more than chance. us, mxfp4 and nvfp4: 23.0, 37.1, 66.0 and 25.7, 39.7, 71.0; depth=2 22.7, 37.5, 67.2 and
-    25.4, 42.9, 77.6, that with single 22.0, 36.6, 65.9 and 24.9, 42.2, 76.5, with own=0 23.3, 38.5, 67.8 and 29.0,
-    48.6, 78.4, with resident=6 24.3, 44.5, 78.4 and 25.5, 47.1, 81.7.
+    25.4, 42.9, 77.6; that with single 22.0, 36.6, 65.9 and 24.9, 42.2, 76.5; with own=0 23.3, 38.5, 67.8 and 29.0,
+    48.6, 78.4; with resident=6 24.3, 44.5, 78.4 and 25.5, 47.1, 81.7.
     """
 
     warps: int = 4

@@ -7,6 +7,9 @@ quantizer.py     the hooks into its loader: experts never become parameters, pac
 activation.py    which gated activation an experts module applies, found out by trying it
 gguf.py          what transformers cannot read from GGUF beside a quantizer: the dense part; the tokenizer
 operator.py      the one torch operator through which a model's experts modules call the executor
+graph_generate.py, decoding.py, generated.py   model.generate in captured steps
+fixed_cache.py, sampling.py   what they run on; compiled.py: through torch.compile
+attention.py     a kernel of ours in these steps; topk.py: another
 per_layer.py     rows of a table, added into a layer
 threads.py       torch's threads while a model loads
 hub.py           a local folder for a path or a hub id

@@ -277,6 +277,19 @@ def test_calls_that_ask_for_more(asked: dict[str, Any], monkeypatch: pytest.Monk
     assert args[1] is query and args[4] is mask and kwargs == given
 
 
+def test_outside_of_a_step(on: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks it up by the name that stands there meanwhile, as another thread may, has transformers' own."""
+    model = family("qwen3_moe").to(on)
+    assert step_attention(model) is not None
+    monkeypatch.setattr(kernel, "attend", None)
+    query, few = torch.ones(2, 4, 1, 16, device=on), torch.ones(2, 2, 9, 16, device=on)
+    call = ALL_ATTENTION_FUNCTIONS.get_interface("freetoken_sdpa", None)
+    out, _ = call(
+        model.model.layers[0].self_attn, query, few, few, torch.zeros(2, 1, 1, 9, device=on), scaling=0.25, dropout=0.0
+    )
+    assert out.shape == (2, 1, 4, 16)
+
+
 def test_softcap(monkeypatch: pytest.MonkeyPatch, calls: list[torch.Tensor]) -> None:
     """Is the kernel's where the function that it stands for knows it."""
     with_interpreter(0)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -132,6 +133,23 @@ def test_outside_and_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
             found = x.topk(2)
     assert [func for func, _ in calls.found] == [THEIRS, THEIRS]
     assert torch.equal(found.values, x.topk(2).values)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_only_a_call_can_say() -> None:
+    """Places for the results, and numbers that are none of Python's: torch's own; a graph that hands on both as one."""
+    x = torch.randn(3, 12)
+    places = x.new_empty(3, 2), x.new_empty(3, 2, dtype=torch.int64)
+    with Calls() as calls, OwnTopK():
+        torch.topk(x, 2, out=places)
+        torch.topk(x, np.int64(2))  # type: ignore[call-overload]
+    assert OURS not in [func for func, _ in calls.found]
+    assert torch.equal(places[0], x.topk(2).values)
+    graph = torch.fx.symbolic_trace(lambda x: torch.topk(x, 2))
+    for node in graph.graph.nodes:
+        node.meta["example_value"] = x
+    exchange_topk(graph)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [torch.topk]
 
 
 def test_devices_that_no_kernel_was_compiled_for_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

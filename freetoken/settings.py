@@ -170,5 +170,5 @@ ATTENTION = Choice(
     "FREETOKEN_ATTENTION",
     "auto",
     ("auto", "transformers"),
-    "how captured steps of a model on a device attend: auto by a kernel of this library that agrees with theirs",
+    "how captured steps of a model on a device attend: auto by a kernel of this library, transformers by its own",
 )

@@ -90,15 +90,7 @@ def attention(
 
 
 @attention.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scaling: float,
-    softcap: float,
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
 
 

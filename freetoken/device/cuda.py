@@ -96,7 +96,7 @@ class CudaDevice:
         self._closed = False
         self._launched: set[CudaGraph] = set()  # since the device was last idle: they outlive what they run
         self._streams: list[torch.cuda.Stream] = []
-        self._modules: dict[str, Any] = {}
+        self._modules: dict[str, tuple[Any, dict[str, Kernel]]] = {}
         self._context = self.driver.call("cuDevicePrimaryCtxRetain", self.driver.call("cuDeviceGet", index))
         major, minor = torch.cuda.get_device_capability(index)
         self.architecture = f"sm_{major}{minor}"
@@ -255,14 +255,17 @@ class CudaDevice:
     def compile(self, source: str, *names: str) -> list[Kernel]:
         """Kernels of CUDA C, which may use `driver.RING`; raises `DeviceError` with the compiler's words.
 
-        The same source is compiled once.
+        The same source is compiled once, and a kernel of it is one object: who launches it next with less shared memory
+        does not take it from others.
         """
         with self.entered("compile"):
-            module = self._modules.get(source)
-            if module is None:
-                module = self._modules[source] = self.driver.compile(source, self.architecture)
-            early = int(self.architecture[3:]) >= EARLY
-            return [Kernel(self.driver, module, name, early) for name in names]
+            if source not in self._modules:
+                self._modules[source] = self.driver.compile(source, self.architecture), {}
+            module, kernels = self._modules[source]
+            for name in names:
+                if name not in kernels:
+                    kernels[name] = Kernel(self.driver, module, name, int(self.architecture[3:]) >= EARLY)
+            return [kernels[name] for name in names]
 
     def pointer(self, memory: torch.Tensor | Flag) -> int:
         """Where the device finds memory; raises `DeviceError` for memory of the host that is not registered."""

@@ -482,6 +482,16 @@ def test_kernels_are_compiled_and_faults_named(device: CudaDevice) -> None:
         device.compile('extern "C" __global__ void f() { }', "g")
 
 
+@pytest.mark.gpu
+def test_one_kernel_launched_with_more_and_with_less_shared_memory(device: CudaDevice) -> None:
+    """By two who compiled it: what one says does not hold for the other's launches."""
+    first, second = (device.compile('extern "C" __global__ void f(int *x) { *x += 1; }', "f")[0] for _ in range(2))
+    x = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+    for kernel, shared in ((first, 96 << 10), (second, 64 << 10), (first, 96 << 10)):
+        kernel(x.data_ptr(), shared=shared)
+    assert x.item() == 3
+
+
 # -- the probe
 
 

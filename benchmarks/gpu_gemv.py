@@ -45,9 +45,7 @@ SWEEP = [
         replace(DEFAULT, **changed)
         for changed in (
             {"own": 0},
-            {"single": True},
-            {"depth": 2},
-            {"depth": 2, "single": True},
+            {"depth": 3},
             {"depth": 4},
             {"resident": 4},
             {"resident": 6},
@@ -110,7 +108,7 @@ class Slots:
 
         def run() -> None:
             for each in units:
-                gemv.gate_up(x, each, self.shape.top_k, h)
+                gemv.gate_up(x, each, self.shape.top_k, h, early=True)  # as after a look-up
                 gemv.down(h, each, y)
 
         return run, y

@@ -100,7 +100,9 @@ class CudaDevice:
         self._context = self.driver.call("cuDevicePrimaryCtxRetain", self.driver.call("cuDeviceGet", index))
         major, minor = torch.cuda.get_device_capability(index)
         self.architecture = f"sm_{major}{minor}"
-        self.multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+        properties = torch.cuda.get_device_properties(index)
+        self.multiprocessors = properties.multi_processor_count
+        self.shared_memory = properties.shared_memory_per_multiprocessor  # bytes
         with self.entered("CudaDevice"):
             self.stream = self.stream_of(0)
             self.ring_kernel, self.set_kernel = self.compile(KERNELS, "ring", "set")

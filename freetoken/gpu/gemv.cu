@@ -219,9 +219,10 @@ template <int TILES, int K, int BYTES, int DEPTH> struct ft_stages {
         }
     }
 
-    /* Multiply this warp's units of the next TILES tiles with so many vectors. DEPTH - 1 stages are on their way always. */
-    template <bool ALL> __device__ void multiply(const unsigned char *vectors, int n_vectors, float (*sum)[4]) {
-        const int g = lane / 4, t = lane % 4, stride = FT_SINGLE ? 64 : 64 * n_vectors;
+    /* Multiply this warp's units of the next TILES tiles with so many vectors, or with ONE, for which less is computed.
+       DEPTH - 1 stages are on their way always. */
+    template <bool ALL, bool ONE> __device__ void multiply(const unsigned char *vectors, int n_vectors, float (*sum)[4]) {
+        const int g = lane / 4, t = lane % 4, stride = ONE ? 64 : 64 * n_vectors;
         const int codes = ft_codes_at(g, t), scales = ft_scales_at(g, t);
         const unsigned char *vector = vectors + 64 * (g < n_vectors ? g : 0) + 16 * t + first * FT_PIECES * stride;
         for (int at = first; at < end; at += FT_UNITS) {
@@ -236,8 +237,8 @@ template <int TILES, int K, int BYTES, int DEPTH> struct ft_stages {
                     vector += stride;
 #pragma unroll
                     for (int tile = 0; tile < TILES; tile++)
-                        ft_piece(ft_tile{unit + tile * FT_STAGE + codes, unit + tile * FT_STAGE + scales}, piece, x,
-                                 sum[tile]);
+                        ft_piece<ONE>(ft_tile{unit + tile * FT_STAGE + codes, unit + tile * FT_STAGE + scales}, piece,
+                                      x, sum[tile]);
                 }
                 unit += FT_UNIT;
             }
@@ -373,7 +374,13 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
     __shared__ int rows[FT_COLUMNS], routes[FT_COLUMNS], exponents[FT_COLUMNS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     bool waited = false;
-    ft_let_next_start();
+    stages part;
+    part.template open<ALL>(shared, barriers);
+    if (GATE_UP && !prepared) { /* units may come from what is before this */
+        ft_wait_for_last();
+        waited = true;
+    }
+    ft_let_next_start(); /* down reads them at once */
     const ft_share mine = ft_find_share(address, n_units, blocks, GROUPS);
     if (mine.unit < 0) return;
     const int first = mine.part * GROUPS / mine.parts, n_groups = (mine.part + 1) * GROUPS / mine.parts - first;
@@ -384,8 +391,6 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
     const ft_globals globals = *(const ft_globals *)(record + (GATE_UP ? FT_GATE_UP_GLOBALS : FT_DOWN_GLOBALS));
     float *sums = (float *)(shared + FT_WARPS * stages::RING); /* [warp][tile][row][column] */
     unsigned char *vectors = (unsigned char *)(sums + FT_WARPS * TILES * FT_ROWS * FT_COLUMNS);
-    stages part;
-    part.template open<ALL>(shared, barriers);
     part.template start<ALL>(tiles, n_tiles);
     unsigned int left = __ballot_sync(~0u, wanted >= 0);
     if (!left) part.template finish<ALL>();
@@ -421,7 +426,10 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
             float sum[TILES][4];
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) sum[tile][0] = sum[tile][1] = sum[tile][2] = sum[tile][3] = 0.0f;
-            part.template multiply<ALL>(vectors, n * FT_DIGITS, sum);
+            if (FT_DIGITS == 1 && n == 1)
+                part.template multiply<ALL, true>(vectors, 1, sum);
+            else
+                part.template multiply<ALL, false>(vectors, n * FT_DIGITS, sum);
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 float *to = sums + ((warp * TILES + tile) * FT_ROWS + lane / 4 * 2) * FT_COLUMNS + lane % 4 * 2;

@@ -30,11 +30,14 @@ class TritonGemv:
         self._gate_up = Section.of(layout, "gate_up")
         self._down = Section.of(layout, "down")
 
-    def gate_up(self, x: torch.Tensor, work: units.Units, k: int, out: torch.Tensor, offset: int = 0) -> None:
+    def gate_up(
+        self, x: torch.Tensor, work: units.Units, k: int, out: torch.Tensor, offset: int = 0, early: bool = False
+    ) -> None:
         """Write the hidden values of each route of `work` to its row of `out`, and no other row.
 
         x: (B, H) float32, bf16 or fp16. k: routes of a token; route r is of token r // k. out: (B * k, I) float32,
-        after biases, globals and activation. offset: bytes from a unit's address to this shard's record.
+        after biases, globals and activation. offset: bytes from a unit's address to this shard's record. early: is for
+        `CudaGemv`.
         """
         check(x, "x", self.layout.hidden)
         check(out, "out", self.layout.intermediate, torch.float32)

@@ -44,8 +44,7 @@ class Shape:
 
     warps: of a block. depth: stages of a warp's ring. tiles: of down at once. resident: blocks of a multiprocessor, and
     those that registers must do for. own: tokens up to which blocks prepare vectors for themselves. down_depth: that of
-    down, if another. units: of a stage, if not as many as the format says. single: multiply one vector at once, for
-    which less is computed; without effect in float32.
+    down, if another. units: of a stage, if not as many as the format says.
 
     Of some 50 shapes on an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16 units) none was better than
     these by more than chance. us, mxfp4 and nvfp4: 23.0, 37.1, 66.0 and 25.7, 39.7, 71.0; depth=2 22.7, 37.5, 67.2 and
@@ -54,13 +53,12 @@ class Shape:
     """
 
     warps: int = 4
-    depth: int = 3
+    depth: int = 2
     tiles: int = 2
     resident: int = 3
     own: int = 4
     down_depth: int | None = None
     units: int | None = None
-    single: bool = False
 
 
 DEFAULT = Shape()
@@ -68,11 +66,16 @@ DEFAULT = Shape()
 
 @dataclass(frozen=True)
 class _Kernels:
-    """Compiled for a shape. stage: bytes of a stage of a tile. blocks: those that keep the device busy."""
+    """Compiled for a shape. stage: bytes of a stage of a tile. blocks: those that keep the device busy.
+
+    least: bytes of shared memory that keep a multiprocessor from taking more than its share of them. With room for
+    more, those that end first would take blocks of the next kernel that others had time for.
+    """
 
     shape: Shape
     stage: int
     blocks: int
+    least: int
     prepare_x: Kernel
     prepare_h: Kernel
     gate_up: Kernel
@@ -114,26 +117,29 @@ class CudaGemv:
         source = _source(layout, activation, dtype, shape)
         stage = (shape.units or _constant(source, "STAGE_UNITS")) * _constant(source, "UNIT")
         kernels = device.compile(source, "prepare_x", "prepare_h", "gate_up", "down")
-        self._kernels = _Kernels(shape, stage, device.multiprocessors * shape.resident, *kernels)
+        blocks, least = device.multiprocessors * shape.resident, device.shared_memory // (shape.resident + 1)
+        self._kernels = _Kernels(shape, stage, blocks, least, *kernels)
 
     @staticmethod
     def runs_on(device: CudaDevice) -> bool:
         """Whether a device has all that the kernels use."""
         return int(device.architecture[3:]) >= int(_LEAST[3:])
 
-    def gate_up(self, x: torch.Tensor, units: Units, k: int, out: torch.Tensor, offset: int = 0) -> None:
+    def gate_up(
+        self, x: torch.Tensor, units: Units, k: int, out: torch.Tensor, offset: int = 0, early: bool = False
+    ) -> None:
         """Write the hidden values of each route of `units` to its row of `out`, and no other row.
 
         x: (B, H) of the dtype. k: routes of a token; route r is of token r // k. out: (B * k, I) float32, after biases,
-        globals and activation. offset: bytes from a unit's address to this shard's record.
+        globals and activation. offset: bytes from a unit's address to this shard's record. early: what is before this
+        in the stream is one kernel, and this may be launched before that has ended.
         """
         _check(x, "x", self.layout.hidden, self.dtype)
         _check(out, "out", self.layout.intermediate, torch.float32)
         self._k = k
         kernels = self._kernels
         shape = kernels.shape
-        # the first kernel is not early: what is before this may be on several streams
-        prepared = None if len(x) <= shape.own else self._prepare(kernels.prepare_x, x, early=False)
+        prepared = None if len(x) <= shape.own else self._prepare(kernels.prepare_x, x, early)
         columns, shared = self._room(kernels, self.layout.hidden, len(x), 2 * shape.warps, shape.depth)
         kernels.gate_up(
             x.data_ptr(),
@@ -151,7 +157,7 @@ class CudaGemv:
             blocks=kernels.grid(units, self.layout.gate_tiles),
             threads=32 * shape.warps,
             shared=shared,
-            early=prepared is not None,
+            early=early or prepared is not None,
         )
 
     def down(self, h: torch.Tensor, units: Units, out: torch.Tensor, offset: int = 0) -> None:
@@ -198,11 +204,10 @@ class CudaGemv:
         return -(-k // width) * width * 2
 
     def _room(self, kernels: _Kernels, k: int, tokens: int, rings: int, depth: int) -> tuple[int, int]:
-        """How many vectors of k values are multiplied at once, and bytes of shared memory for them and the rings."""
+        """How many vectors of k values are multiplied at once, and bytes of shared memory of a block."""
         vectors = self._vector_bytes(k) * self._digits
-        most = 1 if kernels.shape.single and self._digits == 1 else COLUMNS // self._digits
-        routes = max(1, min(tokens, most, _VECTOR_ROOM // vectors))
-        return routes * self._digits, routes * vectors + rings * (depth * kernels.stage + _SUMS)
+        routes = max(1, min(tokens, COLUMNS // self._digits, _VECTOR_ROOM // vectors))
+        return routes * self._digits, max(kernels.least, routes * vectors + rings * (depth * kernels.stage + _SUMS))
 
 
 def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, shape: Shape) -> str:
@@ -222,7 +227,6 @@ def _source(layout: RecordLayout, activation: Activation, dtype: torch.dtype, sh
         "DOWN_DEPTH": shape.down_depth or shape.depth,
         "WANTED_UNITS": shape.units or 0,
         "RESIDENT": shape.resident,
-        "SINGLE": int(shape.single and dtype != torch.float32),
         **{name.upper(): offset for name, (offset, _) in layout.sections.items()},
     }
     head = "".join(f"enum {{ FT_{name} = {value} }};\n" for name, value in constants.items())

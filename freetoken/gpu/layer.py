@@ -42,7 +42,9 @@ _ORDINARY = 1e-3, 3e4
 class Gemv(Protocol):
     """Products of one shard's records with few tokens; gemv.py says what the arguments are."""
 
-    def gate_up(self, x: torch.Tensor, units: Units, k: int, out: torch.Tensor, offset: int = 0) -> None:
+    def gate_up(
+        self, x: torch.Tensor, units: Units, k: int, out: torch.Tensor, offset: int = 0, early: bool = False
+    ) -> None:
         """Hidden values of each route."""
 
     def down(self, h: torch.Tensor, units: Units, out: torch.Tensor, offset: int = 0) -> None:
@@ -99,7 +101,7 @@ class LayerKernels:
     def few(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, units: Units) -> torch.Tensor:
         """(B, H): the weighted sum of routed experts for few tokens x (B, H), whose records lie where units say."""
         y, out = self.outputs(x, ids.numel()), torch.empty_like(x)
-        self.routes(x, ids.shape[1], units, y)
+        self.routes(x, ids.shape[1], units, y, early=True)
         self.combine(y, ids, weights, out)
         return out
 
@@ -107,11 +109,11 @@ class LayerKernels:
         """Room for what `routes` gives: (S, B * K, H) float32, of each shard and route."""
         return torch.empty(len(self._shards), routes, self.hidden, dtype=torch.float32, device=x.device)
 
-    def routes(self, x: torch.Tensor, k: int, units: Units, y: torch.Tensor) -> None:
-        """The first part of `few`, for the routes of these units: their rows of y."""
+    def routes(self, x: torch.Tensor, k: int, units: Units, y: torch.Tensor, early: bool) -> None:
+        """The first part of `few`, for the routes of these units: their rows of y. early: see `CudaGemv.gate_up`."""
         for shard, part in zip(self._shards, y, strict=True):
             h = torch.empty(len(part), shard.layout.intermediate, dtype=torch.float32, device=x.device)
-            shard.few.gate_up(x, units, k, h, shard.offset)
+            shard.few.gate_up(x, units, k, h, shard.offset, early)
             shard.few.down(h, units, part, shard.offset)
 
     def combine(self, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:

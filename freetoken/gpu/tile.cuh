@@ -1,5 +1,5 @@
 /* What the formats' pieces are given and share. A piece is 32 weights of each of a tile's 16 rows; a warp multiplies it with
-   up to 8 vectors. A unit is the fewest pieces that are whole blocks of the record; a stage is FT_STAGE_UNITS units, in
+   up to 8 vectors, or with ONE. A unit is the fewest pieces that are whole blocks of the record; a stage is FT_STAGE_UNITS units, in
    shared memory as they are there.
 
    Of a line, lane 4 g + t reads rows 2 g and 2 g + 1, 8 bytes; of four lines, line t. So these are rows g and g + 8 of a
@@ -9,11 +9,11 @@ struct ft_tile {
     const unsigned char *scales; /* those of this lane's rows in a unit's first block: ft_scales_at(g, t) */
 };
 
-/* sum += part, whose rows count `low` and `high` times. Of a single vector, odd columns are left alone. */
-FT_DEVICE void ft_add(float *sum, const float *part, float low, float high) {
+/* sum += part, whose rows count `low` and `high` times. With ONE vector, odd columns are left alone. */
+template <bool ONE> FT_DEVICE void ft_add(float *sum, const float *part, float low, float high) {
     sum[0] += part[0] * low;
     sum[2] += part[2] * high;
-    if (FT_SINGLE) return;
+    if (ONE) return;
     sum[1] += part[1] * low;
     sum[3] += part[3] * high;
 }

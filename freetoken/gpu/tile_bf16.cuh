@@ -12,7 +12,7 @@ enum {
 FT_DEVICE int ft_codes_at(int g, int t) { return 64 * t + 8 * g; }
 FT_DEVICE int ft_scales_at(int, int) { return 0; }
 
-FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
+template <bool ONE> FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
     uint2 w[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) w[i] = *(const uint2 *)(tile.codes + 256 * i);

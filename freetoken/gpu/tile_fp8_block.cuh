@@ -17,7 +17,7 @@ FT_DEVICE unsigned int ft_e4m3(unsigned int high_bytes) {
     return (high_bytes & 0x80008000u) | ((high_bytes >> 1) & 0x3F803F80u);
 }
 
-FT_DEVICE void ft_piece(const ft_tile &tile, int piece, const uint4 &x, float *sum) {
+template <bool ONE> FT_DEVICE void ft_piece(const ft_tile &tile, int piece, const uint4 &x, float *sum) {
     const float2 scales = *(const float2 *)tile.scales;
     const uint2 first = *(const uint2 *)(tile.codes + 512 * piece);
     const uint2 second = *(const uint2 *)(tile.codes + 512 * piece + 256);
@@ -31,5 +31,5 @@ FT_DEVICE void ft_piece(const ft_tile &tile, int piece, const uint4 &x, float *s
     float part[4] = {0, 0, 0, 0};
     ft_mma_f16(part, pairs[0], pairs[2], pairs[1], pairs[3], x.x, x.y);
     ft_mma_f16(part, pairs[4], pairs[6], pairs[5], pairs[7], x.z, x.w);
-    ft_add(sum, part, scales.x, scales.y);
+    ft_add<ONE>(sum, part, scales.x, scales.y);
 }

@@ -16,7 +16,7 @@ FT_DEVICE int ft_scales_at(int g, int) { return 2 * g; }
 /* 2^(code - 127). 2^-127 is no normal number, and its bits are the least of all. */
 FT_DEVICE float ft_e8m0(unsigned int code) { return ft_float(ft_max(code << 23, 0x00400000u)); }
 
-FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
+template <bool ONE> FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
     const uint2 codes = *(const uint2 *)(tile.codes);
     const unsigned char *scales = tile.scales;
     unsigned int low[4], high[4];
@@ -25,5 +25,5 @@ FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
     float part[4] = {0, 0, 0, 0};
     ft_mma_f16(part, low[0], high[0], low[1], high[1], x.x, x.y);
     ft_mma_f16(part, low[2], high[2], low[3], high[3], x.z, x.w);
-    ft_add(sum, part, ft_e8m0(scales[0]), ft_e8m0(scales[1]));
+    ft_add<ONE>(sum, part, ft_e8m0(scales[0]), ft_e8m0(scales[1]));
 }

@@ -18,7 +18,7 @@ FT_DEVICE unsigned int ft_two_e4m3(unsigned int code) {
     return ft_mul_f16x2(code * 0x00800080u & 0x3F803F80u, 0x74007400u);
 }
 
-FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
+template <bool ONE> FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
     const uint2 codes = *(const uint2 *)(tile.codes);
     const unsigned char *scales = tile.scales;
     const unsigned int low_scale = ft_two_e4m3(scales[0]), high_scale = ft_two_e4m3(scales[1]);

@@ -21,7 +21,7 @@ FT_DEVICE void ft_less_8(unsigned int codes, unsigned int *pairs) {
     pairs[3] = ft_fma_f16x2((later & 0x00F000F0u) | 0x64006400u, sixteenth, 0xD480D480u);
 }
 
-FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
+template <bool ONE> FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
     const uint2 codes = *(const uint2 *)(tile.codes);
     const unsigned int scales = *(const unsigned int *)(tile.scales);
     unsigned int low[4], high[4];
@@ -30,5 +30,5 @@ FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
     float part[4] = {0, 0, 0, 0};
     ft_mma_f16(part, low[0], high[0], low[1], high[1], x.x, x.y);
     ft_mma_f16(part, low[2], high[2], low[3], high[3], x.z, x.w);
-    ft_add(sum, part, ft_from_f16(scales), ft_from_f16(scales >> 16));
+    ft_add<ONE>(sum, part, ft_from_f16(scales), ft_from_f16(scales >> 16));
 }

@@ -19,7 +19,7 @@ FT_DEVICE void ft_int8(unsigned int codes, unsigned int *pairs) {
     pairs[1] = ft_fma_f16x2(ft_bytes(codes, 0x64646464u, 0x4342), 0x3C003C00u, 0xE480E480u);
 }
 
-FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
+template <bool ONE> FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
     const unsigned int scales = *(const unsigned int *)(tile.scales);
     const uint2 first = *(const uint2 *)(tile.codes);
     const uint2 second = *(const uint2 *)(tile.codes + 256);
@@ -31,5 +31,5 @@ FT_DEVICE void ft_piece(const ft_tile &tile, int, const uint4 &x, float *sum) {
     float part[4] = {0, 0, 0, 0};
     ft_mma_f16(part, low[0], high[0], low[1], high[1], x.x, x.y);
     ft_mma_f16(part, low[2], high[2], low[3], high[3], x.z, x.w);
-    ft_add(sum, part, ft_from_f16(scales), ft_from_f16(scales >> 16));
+    ft_add<ONE>(sum, part, ft_from_f16(scales), ft_from_f16(scales >> 16));
 }

@@ -128,14 +128,14 @@ class SlottedExperts:
         if trip is not None:
             stream.ask(trip)
         if self.resident:
-            stream.kernel(lambda: kernels.routes(x, k, found.units, y))
+            stream.kernel(lambda: kernels.routes(x, k, found.units, y, early=True))
         else:
             gather = self._gather(number)
             side = stream.fork()
             side.kernel(lambda: gather(found.fetches))
-            stream.kernel(lambda: kernels.routes(x, k, found.units, y))
+            stream.kernel(lambda: kernels.routes(x, k, found.units, y, early=True))
             stream.join(side)
-            stream.kernel(lambda: kernels.routes(x, k, found.late, y))
+            stream.kernel(lambda: kernels.routes(x, k, found.late, y, early=False))
         here = ids if trip is None else found.here.view(ids.shape)
         stream.kernel(lambda: kernels.combine(y, here, weights, out))
         if trip is not None:

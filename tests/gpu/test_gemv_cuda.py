@@ -126,7 +126,7 @@ def test_units_are_as_the_reference(
     check(y, {r: expect(layout, records[e], x[r // 2], how) for r, e in owner.items()}, BOUND[dtype])
 
 
-@pytest.mark.parametrize("shape", [replace(DEFAULT, own=0), replace(DEFAULT, single=True)], ids=["prepared", "own"])
+@pytest.mark.parametrize("shape", [replace(DEFAULT, own=0), DEFAULT], ids=["prepared", "own"])
 @pytest.mark.parametrize(("name", "hidden", "intermediate"), [("mxfp4", 2880, 640), ("nvfp4", 640, 2880)])
 def test_widths_of_models(machine: Any, name: str, hidden: int, intermediate: int, shape: Shape) -> None:
     layout = RecordLayout(formats.get(name), hidden, intermediate, True)
@@ -139,7 +139,7 @@ def test_widths_of_models(machine: Any, name: str, hidden: int, intermediate: in
     check(y, {r: expect(layout, records[0], x[r], GPT_OSS) for r in range(2)}, 4e-3)
 
 
-@pytest.mark.parametrize("shape", [Shape(4, 3, 1, 1), Shape(8, 2, 2, 1), Shape(4, 4, 4, 64), replace(OWN, single=True)])
+@pytest.mark.parametrize("shape", [Shape(4, 3, 1, 1), Shape(8, 2, 2, 1), Shape(4, 4, 4, 64), OWN])
 @pytest.mark.parametrize("name", ["mxfp4", "fp8_block"])
 def test_bits_do_not_depend_on_companions_or_on_tiles_of_a_block(machine: Any, name: str, shape: Shape) -> None:
     layout = RecordLayout(formats.get(name), 256, 176 if name == "fp8_block" else 160, True)
@@ -147,7 +147,7 @@ def test_bits_do_not_depend_on_companions_or_on_tiles_of_a_block(machine: Any, n
     case = Case(machine, layout, records)
     x = torch.randn(8, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
     gemv = CudaGemv(case.device, layout, GPT_OSS, shape=shape)
-    tall = CudaGemv(case.device, layout, GPT_OSS, shape=replace(shape, resident=1000, single=False))
+    tall = CudaGemv(case.device, layout, GPT_OSS, shape=replace(shape, resident=1000))
 
     alone = [case.run(gemv, x[r : r + 1], case.units([0]), 1) for r in range(8)]
     together = case.run(tall, x, case.units([7, 0, 1, 2, 3, 4, 5, 6]), 1)
@@ -294,7 +294,7 @@ def test_more_routes_than_fit_at_once_and_rows_that_are_not_aligned(machine: Any
         check(y.cpu().double().numpy(), {r: expect(layout, records[0], x[r], SILU) for r in range(8)}, BOUND[dtype])
 
 
-@pytest.mark.parametrize("shape", [SMALL, replace(OWN, single=True)], ids=["prepared", "own"])
+@pytest.mark.parametrize("shape", [SMALL, OWN], ids=["prepared", "own"])
 def test_what_is_not_a_number_stays_in_its_route(machine: Any, shape: Shape) -> None:
     layout = RecordLayout(formats.get("mxfp4"), 64, 32, True)
     records = make_bank(layout, 1)
@@ -386,4 +386,42 @@ def test_a_captured_graph_computes_with_what_is_there_when_it_runs() -> None:
         y.fill_(float("nan"))
         graph.replay()
         check(y.cpu().double().numpy(), {r: expect(layout, records[r], given[r], GPT_OSS) for r in range(2)}, 4e-3)
+    device.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [0, 4])
+def test_units_that_the_kernel_just_before_writes(own: int) -> None:
+    """As a look-up does, late: neither product may begin with units from before it."""
+    device = CudaDevice()
+    layout = RecordLayout(formats.get("mxfp4"), 256, 128, True)
+    records = make_bank(layout, 2)
+    case = Case((device, device.torch_device), layout, records)
+    gemv = CudaGemv(device, layout, GPT_OSS, shape=replace(DEFAULT, own=own))
+    (swap,) = device.compile(
+        """extern "C" __global__ void swap(long long *address) {
+            const long long end = clock64() + 100000, first = address[0];
+            while (clock64() < end) {}
+            address[0] = address[1];
+            address[1] = first;
+        }""",
+        "swap",
+    )
+    given = torch.randn(2, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
+    x, units = given.to(case.place), case.units([0], [1])
+    h, y = torch.zeros(2, 128, device=case.place), torch.zeros(8, 2, 256, device=case.place)
+
+    def work() -> None:
+        for out in y:
+            swap(units.address.data_ptr())
+            gemv.gate_up(x, units, 1, h, early=True)
+            gemv.down(h, units, out)
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    for turn, out in enumerate(y.cpu().double().numpy()):
+        check(out, {r: expect(layout, records[(r + turn + 1) % 2], given[r], GPT_OSS) for r in range(2)}, 4e-3)
     device.close()

@@ -32,6 +32,7 @@ class TwinDevice:
     name = "a twin"
     architecture = "sm_80"
     multiprocessors = 2
+    shared_memory = 96 << 10
 
     def __init__(self, folder: Path) -> None:
         """Compiles the twin's header once for all kernels: it is found there, as what g++ made of it."""

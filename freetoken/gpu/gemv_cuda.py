@@ -46,10 +46,10 @@ class Shape:
     those that registers must do for. own: tokens up to which blocks prepare vectors for themselves. down_depth: that of
     down, if another. units: of a stage, if not as many as the format says.
 
-    Of some 50 shapes on an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16 units) none was better than
-    these by more than chance. us, mxfp4 and nvfp4: 23.0, 37.1, 66.0 and 25.7, 39.7, 71.0; depth=2 22.7, 37.5, 67.2 and
-    25.4, 42.9, 77.6; that with single 22.0, 36.6, 65.9 and 24.9, 42.2, 76.5; with own=0 23.3, 38.5, 67.8 and 29.0,
-    48.6, 78.4; with resident=6 24.3, 44.5, 78.4 and 25.5, 47.1, 81.7.
+    Of some 60 shapes on an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16 units) none was better
+    than these by more than chance. In one run, us, mxfp4 and nvfp4: depth=2 21.5, 36.6, 66.8 and 22.8, 38.8, 70.3;
+    depth=3 22.2, 36.5, 66.0 and 23.9, 39.7, 71.1; depth=4 23.4, 37.2, 92.1 and 25.2, 39.6, 96.3; resident=4 25.4, 38.9,
+    65.6 and 26.9, 40.8, 68.3; warps=8, resident=2, depth=3 25.4, 39.9, 70.2 and 27.3, 42.6, 75.4.
     """
 
     warps: int = 4

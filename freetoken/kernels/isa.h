@@ -83,6 +83,24 @@ typedef struct {
         tiles_##name(w, k, x, y, FT_FEW);                                                                            \
     }
 
+/* The same where FT_FEW vectors together are faster than one after the other, but two or three are not: the last of those is
+ * there several times. */
+#define FT_TILE_AND_FOUR(target, name)                                                                               \
+    target static void tile_##name(const uint8_t *w, ptrdiff_t k, const void *x, float *y) {                         \
+        tiles_##name(w, k, &x, y, 1);                                                                                \
+    }                                                                                                                \
+    target static void few_##name(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y) {                   \
+        if (x[FT_FEW - 2] != x[FT_FEW - 1]) {                                                                        \
+            tiles_##name(w, k, x, y, FT_FEW);                                                                        \
+            return;                                                                                                  \
+        }                                                                                                            \
+        for (int t = 0; t < FT_FEW; t++)                                                                             \
+            if (t && x[t] == x[t - 1])                                                                               \
+                memcpy(y + 16 * t, y + 16 * (t - 1), 16 * sizeof *y);                                                \
+            else                                                                                                     \
+                tiles_##name(w, k, x + t, y + 16 * t, 1);                                                            \
+    }
+
 /* Whether this process may use the matrix unit: Linux 5.16 and newer ask to be asked, once for all threads. */
 static inline int ft_may_use_amx(void) {
 #if defined(FT_AMX_TWIN)

@@ -54,41 +54,59 @@ static inline void ft_nibble_line_int15(const ft_nibble *t, const uint8_t *w, co
 }
 
 #ifdef FT_X86
-/* 8 rows of one line against 8 int8 activations: pairs of products in 16 bits, at most 24 * 127 * 4 = 12,192. */
-FT_TARGET_AVX2 static inline __m256i ft_nibble_half_int8_avx2(const ft_nibble *t, const uint8_t *w,
-                                                              const int8_t *x) {
+/* 8 rows' unsigned bytes of one line: of the even weights, then of the odd ones. */
+FT_TARGET_AVX2 static inline void ft_nibble_bytes_avx2(const ft_nibble *t, const uint8_t *w, __m256i *even, __m256i *odd) {
     const __m256i lut = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)t->bytes));
-    const __m256i low = _mm256_set1_epi8(15);
+    const __m256i mask = _mm256_set1_epi8(15);
     __m256i v = _mm256_loadu_si256((const void *)w);
-    __m256i even = _mm256_and_si256(v, low), odd = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
+    *even = _mm256_and_si256(v, mask);
+    *odd = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
     if (!t->bytes_are_codes) {
-        even = _mm256_shuffle_epi8(lut, even);
-        odd = _mm256_shuffle_epi8(lut, odd);
+        *even = _mm256_shuffle_epi8(lut, *even);
+        *odd = _mm256_shuffle_epi8(lut, *odd);
     }
-    __m256i x0 = _mm256_set1_epi32((int)ft_load32((const uint8_t *)x));
-    __m256i x1 = _mm256_set1_epi32((int)ft_load32((const uint8_t *)x + 4));
-    return _mm256_add_epi16(_mm256_maddubs_epi16(even, x0), _mm256_maddubs_epi16(odd, x1));
 }
 
-/* The same of 4 lines, 256 bytes, in 32 bits: a block of 32 weights without its offset taken off. */
-FT_TARGET_AVX2 static inline __m256i ft_nibble_half32_int8_avx2(const ft_nibble *t, const uint8_t *w,
-                                                                const int8_t *x) {
-    const __m256i one = _mm256_set1_epi16(1);
-    __m256i sum = _mm256_setzero_si256();
-    for (int line = 0; line < 4; line += 2) {
-        __m256i a = ft_nibble_half_int8_avx2(t, w + 64 * line, x + 8 * line);
-        __m256i b = ft_nibble_half_int8_avx2(t, w + 64 * line + 64, x + 8 * line + 8);
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_add_epi16(a, b), one));
-    }
-    return sum;
+/* Two lines' unsigned bytes of rows 0-7, then of rows 8-15. */
+FT_TARGET_AVX2 static inline void ft_nibble_two_avx2(const ft_nibble *t, const uint8_t *w, __m256i bytes[2][4]) {
+    for (int h = 0; h < 2; h++)
+        for (int line = 0; line < 2; line++)
+            ft_nibble_bytes_avx2(t, w + 64 * line + 32 * h, &bytes[h][2 * line], &bytes[h][2 * line + 1]);
 }
 
-/* 8 rows of one line against 8 activations of two digits, in 32 bits, without its offset taken off. */
-FT_TARGET_AVX2 static inline __m256i ft_nibble_half_int15_avx2(const ft_nibble *t, const uint8_t *w, const int8_t *x,
-                                                               const int8_t *low) {
-    __m256i high_sum = _mm256_madd_epi16(ft_nibble_half_int8_avx2(t, w, x), _mm256_set1_epi16(128));
-    __m256i low_sum = _mm256_madd_epi16(ft_nibble_half_int8_avx2(t, w, low), _mm256_set1_epi16(1));
-    return _mm256_add_epi32(high_sum, low_sum);
+/* Their products with 16 int8 activations, each read once for all rows: sums of eight in 16 bits, at most 24 * 127 * 8,
+ * are multiplied by `factor` and added to 32 bits. */
+FT_TARGET_AVX2 static inline void ft_nibble_add_avx2(const __m256i bytes[2][4], const uint8_t *x, int factor, __m256i *sum) {
+    __m256i part[2];
+    for (int i = 0; i < 4; i++) {
+        const __m256i four = _mm256_set1_epi32((int)ft_load32(x + 4 * i));
+        for (int h = 0; h < 2; h++) {
+            const __m256i products = _mm256_maddubs_epi16(bytes[h][i], four);
+            part[h] = i ? _mm256_add_epi16(part[h], products) : products;
+        }
+    }
+    for (int h = 0; h < 2; h++)
+        sum[h] = _mm256_add_epi32(sum[h], _mm256_madd_epi16(part[h], _mm256_set1_epi16((short)factor)));
+}
+
+/* Two lines against 16 int8 activations, without the offset taken off, added to the sums of both halves of the rows. */
+FT_TARGET_AVX2 static inline void ft_nibble_two_int8_avx2(const ft_nibble *t, const uint8_t *w, const int8_t *x,
+                                                          __m256i *sum) {
+    __m256i bytes[2][4];
+    ft_nibble_two_avx2(t, w, bytes);
+    ft_nibble_add_avx2(bytes, (const uint8_t *)x, 1, sum);
+}
+
+/* The same with n vectors of activations of two digits, those of the lines `at` bytes behind their start and the low ones
+ * k bytes behind the high. */
+FT_TARGET_AVX2 FT_BODY ft_nibble_two_int15_avx2(const ft_nibble *table, const uint8_t *w, const void *const *x,
+                                                ptrdiff_t k, ptrdiff_t at, int n, __m256i sum[][2]) {
+    __m256i bytes[2][4];
+    ft_nibble_two_avx2(table, w, bytes);
+    for (int t = 0; t < n; t++) {
+        ft_nibble_add_avx2(bytes, (const uint8_t *)x[t] + at, 128, sum[t]);
+        ft_nibble_add_avx2(bytes, (const uint8_t *)x[t] + at + k, 1, sum[t]);
+    }
 }
 
 FT_TARGET_AVX512 static inline void ft_nibble_line_avx512(const ft_nibble *t, const uint8_t *w, const float *x,

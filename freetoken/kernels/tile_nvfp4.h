@@ -69,18 +69,14 @@ FT_TARGET_AVX2 static void tile_nvfp4_int8_avx2(const uint8_t *w, ptrdiff_t k, c
     const int8_t *x = xv;
     const float *scale = ft_int8_scales(xv, k);
     const int32_t *correction = ft_int8_corrections(xv, k, k / NVFP4_BLOCK);
-    const __m256i one = _mm256_set1_epi16(1);
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
+        __m256i total[2] = {_mm256_set1_epi32(correction[b]), _mm256_set1_epi32(correction[b])};
+        ft_nibble_two_int8_avx2(&ft_e2m1, w + 16, x, total);
         for (int h = 0; h < 2; h++) {
-            const uint8_t *v = w + 16 + 32 * h;
-            __m256i a = ft_nibble_half_int8_avx2(&ft_e2m1, v, x);
-            __m256i c = ft_nibble_half_int8_avx2(&ft_e2m1, v + 64, x + 8);
-            __m256i total = _mm256_madd_epi16(_mm256_add_epi16(a, c), one);
-            total = _mm256_add_epi32(total, _mm256_set1_epi32(correction[b]));
-            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(scale[b]));
+            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total[h]), _mm256_set1_ps(scale[b]));
             sum[h] = _mm256_fmadd_ps(part, ft_e4m3_avx2(w + 8 * h), sum[h]);
         }
     }
@@ -88,27 +84,26 @@ FT_TARGET_AVX2 static void tile_nvfp4_int8_avx2(const uint8_t *w, ptrdiff_t k, c
     _mm256_storeu_ps(y + 8, _mm256_mul_ps(sum[1], _mm256_set1_ps(256.f)));
 }
 
-FT_TARGET_AVX2 static void tile_nvfp4_int15_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
-    const int8_t *x = xv;
-    const float *scale = ft_int8_scales(xv, 2 * k);
-    const int32_t *correction = ft_int8_corrections(xv, 2 * k, k / NVFP4_BLOCK);
-    __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (ptrdiff_t b = 0; b < k / NVFP4_BLOCK; b++, w += NVFP4_BYTES, x += NVFP4_BLOCK) {
+FT_TARGET_AVX2 FT_BODY tiles_nvfp4_int15_avx2(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+    const ptrdiff_t blocks = k / NVFP4_BLOCK;
+    __m256 sum[FT_FEW][2];
+    for (int t = 0; t < n; t++) sum[t][0] = sum[t][1] = _mm256_setzero_ps();
+    for (ptrdiff_t b = 0; b < blocks; b++, w += NVFP4_BYTES) {
         FT_PREFETCH(w);
         FT_PREFETCH(w + 64);
-        for (int h = 0; h < 2; h++) {
-            __m256i total = _mm256_set1_epi32(correction[b]);
-            for (int line = 0; line < 2; line++) {
-                const uint8_t *v = w + 16 + 64 * line + 32 * h;
-                total = _mm256_add_epi32(total, ft_nibble_half_int15_avx2(&ft_e2m1, v, x + 8 * line, x + k + 8 * line));
+        __m256i total[FT_FEW][2];
+        ft_begin_int15_avx2(x, k, blocks, b, n, total);
+        ft_nibble_two_int15_avx2(&ft_e2m1, w + 16, x, k, b * NVFP4_BLOCK, n, total);
+        for (int t = 0; t < n; t++)
+            for (int h = 0; h < 2; h++) {
+                const __m256 part = ft_end_int15_avx2(x[t], k, b, total[t][h]);
+                sum[t][h] = _mm256_fmadd_ps(part, ft_e4m3_avx2(w + 8 * h), sum[t][h]);
             }
-            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(scale[b]));
-            sum[h] = _mm256_fmadd_ps(part, ft_e4m3_avx2(w + 8 * h), sum[h]);
-        }
     }
-    _mm256_storeu_ps(y, _mm256_mul_ps(sum[0], _mm256_set1_ps(256.f)));
-    _mm256_storeu_ps(y + 8, _mm256_mul_ps(sum[1], _mm256_set1_ps(256.f)));
+    for (int t = 0; t < n; t++)
+        for (int h = 0; h < 2; h++) _mm256_storeu_ps(y + 16 * t + 8 * h, _mm256_mul_ps(sum[t][h], _mm256_set1_ps(256.f)));
 }
+FT_TILE_AND_FOUR(FT_TARGET_AVX2, nvfp4_int15_avx2)
 
 FT_TARGET_AVX512 static void tile_nvfp4_fp32_avx512(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
@@ -202,7 +197,7 @@ static const ft_kernel ft_kernels_nvfp4[] = {
 #ifdef FT_X86
     {FT_AVX2, FT_FP32, tile_nvfp4_fp32_avx2, NULL, 0, 0, NULL, NULL, NULL, 0},
     {FT_AVX2, FT_INT8, tile_nvfp4_int8_avx2, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
-    {FT_AVX2, FT_INT15, tile_nvfp4_int15_avx2, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
+    {FT_AVX2, FT_INT15, tile_nvfp4_int15_avx2, ft_nibble_order_int8, 12, .5f, few_nvfp4_int15_avx2, NULL, NULL, 0},
     {FT_AVX512, FT_FP32, tile_nvfp4_fp32_avx512, NULL, 0, 0, NULL, NULL, NULL, 0},
     {FT_AVX512VNNI, FT_INT8, tile_nvfp4_int8_vnni, ft_nibble_order_int8, 12, .5f, NULL, NULL, NULL, 0},
     {FT_AVX512VNNI, FT_INT15, tile_nvfp4_int15_vnni, ft_nibble_order_int8, 12, .5f, few_nvfp4_int15_vnni, NULL, NULL, 0},

@@ -90,10 +90,11 @@ FT_TARGET_AVX2 static void tile_q4_0_int8_avx2(const uint8_t *w, ptrdiff_t k, co
     __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (ptrdiff_t b = 0; b < k / Q4_0_BLOCK; b++, w += Q4_0_BYTES, x += Q4_0_BLOCK) {
         for (int p = 0; p < Q4_0_BYTES; p += 64) FT_PREFETCH(w + p);
+        __m256i total[2] = {_mm256_set1_epi32(correction[b]), _mm256_set1_epi32(correction[b])};
+        for (int line = 0; line < 4; line += 2)
+            ft_nibble_two_int8_avx2(&q4_0_table, w + 32 + 64 * line, x + 8 * line, total);
         for (int h = 0; h < 2; h++) {
-            __m256i total = ft_nibble_half32_int8_avx2(&q4_0_table, w + 32 + 32 * h, x);
-            total = _mm256_add_epi32(total, _mm256_set1_epi32(correction[b]));
-            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(xscale[b]));
+            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total[h]), _mm256_set1_ps(xscale[b]));
             sum[h] = _mm256_fmadd_ps(part, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(w + 16 * h))), sum[h]);
         }
     }
@@ -105,26 +106,26 @@ FT_TARGET_AVX512 static inline __m512 q4_0_scales_avx512(const uint8_t *w) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)w));
 }
 
-FT_TARGET_AVX2 static void tile_q4_0_int15_avx2(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
-    const int8_t *x = xv;
-    const float *scale = ft_int8_scales(xv, 2 * k);
-    const int32_t *correction = ft_int8_corrections(xv, 2 * k, k / Q4_0_BLOCK);
-    __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (ptrdiff_t b = 0; b < k / Q4_0_BLOCK; b++, w += Q4_0_BYTES, x += Q4_0_BLOCK) {
+FT_TARGET_AVX2 FT_BODY tiles_q4_0_int15_avx2(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y, int n) {
+    const ptrdiff_t blocks = k / Q4_0_BLOCK;
+    __m256 sum[FT_FEW][2];
+    for (int t = 0; t < n; t++) sum[t][0] = sum[t][1] = _mm256_setzero_ps();
+    for (ptrdiff_t b = 0; b < blocks; b++, w += Q4_0_BYTES) {
         for (int p = 0; p < Q4_0_BYTES; p += 64) FT_PREFETCH(w + p);
-        for (int h = 0; h < 2; h++) {
-            __m256i total = _mm256_set1_epi32(correction[b]);
-            for (int line = 0; line < 4; line++) {
-                const uint8_t *v = w + 32 + 64 * line + 32 * h;
-                total = _mm256_add_epi32(total, ft_nibble_half_int15_avx2(&q4_0_table, v, x + 8 * line, x + k + 8 * line));
+        __m256i total[FT_FEW][2];
+        ft_begin_int15_avx2(x, k, blocks, b, n, total);
+        for (int line = 0; line < 4; line += 2)
+            ft_nibble_two_int15_avx2(&q4_0_table, w + 32 + 64 * line, x, k, b * Q4_0_BLOCK + 8 * line, n, total);
+        for (int t = 0; t < n; t++)
+            for (int h = 0; h < 2; h++) {
+                const __m256 part = ft_end_int15_avx2(x[t], k, b, total[t][h]);
+                sum[t][h] = _mm256_fmadd_ps(part, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(w + 16 * h))), sum[t][h]);
             }
-            __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(total), _mm256_set1_ps(scale[b]));
-            sum[h] = _mm256_fmadd_ps(part, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(w + 16 * h))), sum[h]);
-        }
     }
-    _mm256_storeu_ps(y, sum[0]);
-    _mm256_storeu_ps(y + 8, sum[1]);
+    for (int t = 0; t < n; t++)
+        for (int h = 0; h < 2; h++) _mm256_storeu_ps(y + 16 * t + 8 * h, sum[t][h]);
 }
+FT_TILE_AND_FOUR(FT_TARGET_AVX2, q4_0_int15_avx2)
 
 FT_TARGET_AVX512 static void tile_q4_0_fp32_avx512(const uint8_t *w, ptrdiff_t k, const void *xv, float *y) {
     const float *x = xv;
@@ -213,7 +214,7 @@ static const ft_kernel ft_kernels_q4_0[] = {
 #ifdef FT_X86
     {FT_AVX2, FT_FP32, tile_q4_0_fp32_avx2, NULL, 0, 0, NULL, NULL, NULL, 0},
     {FT_AVX2, FT_INT8, tile_q4_0_int8_avx2, ft_nibble_order_int8, 8, 1.f, NULL, NULL, NULL, 0},
-    {FT_AVX2, FT_INT15, tile_q4_0_int15_avx2, ft_nibble_order_int8, 8, 1.f, NULL, NULL, NULL, 0},
+    {FT_AVX2, FT_INT15, tile_q4_0_int15_avx2, ft_nibble_order_int8, 8, 1.f, few_q4_0_int15_avx2, NULL, NULL, 0},
     {FT_AVX512, FT_FP32, tile_q4_0_fp32_avx512, NULL, 0, 0, NULL, NULL, NULL, 0},
     {FT_AVX512VNNI, FT_INT8, tile_q4_0_int8_vnni, ft_nibble_order_int8, 8, 1.f, NULL, NULL, NULL, 0},
     {FT_AVX512VNNI, FT_INT15, tile_q4_0_int15_vnni, ft_nibble_order_int8, 8, 1.f, few_q4_0_int15_vnni, NULL, NULL, 0},

@@ -354,8 +354,8 @@ FT_DEVICE ft_share ft_find_share(const long long *address, int n_units, int bloc
 
 /* A block has a run of groups of TILES tiles of one of n_units units, the longer the more units there are. x: n_rows rows of
    activations, of which route / k is a route's. prepared: what was prepared of them, or null: then each block does so for
-   itself. columns: vectors that fit into shared memory. */
-template <typename X, bool GATE_UP, int TILES, int K, int N, int BYTES, int DEPTH>
+   itself. columns: vectors that fit into shared memory, 1 with ONE. */
+template <typename X, bool GATE_UP, bool ONE, int TILES, int K, int N, int BYTES, int DEPTH>
 FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, const long long *address, int n_units,
                        const int *route, float *out, unsigned int k, long long offset, int columns, int blocks, float alpha,
                        float limit) {
@@ -426,10 +426,7 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
             float sum[TILES][4];
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) sum[tile][0] = sum[tile][1] = sum[tile][2] = sum[tile][3] = 0.0f;
-            if (FT_DIGITS == 1 && n == 1)
-                part.template multiply<ALL, true>(vectors, 1, sum);
-            else
-                part.template multiply<ALL, false>(vectors, n * FT_DIGITS, sum);
+            part.template multiply<ALL, ONE>(vectors, n * FT_DIGITS, sum);
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 float *to = sums + ((warp * TILES + tile) * FT_ROWS + lane / 4 * 2) * FT_COLUMNS + lane % 4 * 2;
@@ -474,16 +471,24 @@ extern "C" __global__ void __launch_bounds__(FT_LANES) prepare_h(const float *h,
     ft_prepare_rows<float, FT_INTERMEDIATE>(h, prepared);
 }
 
-extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
-gate_up(const FT_X *x, const unsigned char *prepared, int n_rows, const long long *address, int n_units, const int *route,
-        float *out, unsigned int k, long long offset, int columns, int blocks, float alpha, float limit) {
-    ft_gemv<FT_X, true, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE, FT_DEPTH>(
-        x, prepared, n_rows, address, n_units, route, out, k, offset, columns, blocks, alpha, limit);
-}
+/* For any number of vectors, and for one at a time. */
+#define FT_GATE_UP_KERNEL(name, one)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)                                             \
+    name(const FT_X *x, const unsigned char *prepared, int n_rows, const long long *address, int n_units,             \
+         const int *route, float *out, unsigned int k, long long offset, int columns, int blocks, float alpha,        \
+         float limit) {                                                                                               \
+        ft_gemv<FT_X, true, one, 2, FT_HIDDEN, FT_INTERMEDIATE, FT_HIDDEN_TILE, FT_DEPTH>(                            \
+            x, prepared, n_rows, address, n_units, route, out, k, offset, columns, blocks, alpha, limit);             \
+    }
+FT_GATE_UP_KERNEL(gate_up, false)
+FT_GATE_UP_KERNEL(gate_up_one, FT_DIGITS == 1)
 
-extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)
-down(const float *h, const unsigned char *prepared, int n_rows, const long long *address, int n_units, const int *route,
-     float *out, long long offset, int columns, int blocks) {
-    ft_gemv<float, false, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE, FT_DOWN_DEPTH>(
-        h, prepared, n_rows, address, n_units, route, out, 1, offset, columns, blocks, 0.0f, 0.0f);
-}
+#define FT_DOWN_KERNEL(name, one)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(FT_THREADS, FT_RESIDENT)                                             \
+    name(const float *h, const unsigned char *prepared, int n_rows, const long long *address, int n_units,            \
+         const int *route, float *out, long long offset, int columns, int blocks) {                                   \
+        ft_gemv<float, false, one, FT_TILES, FT_INTERMEDIATE, FT_HIDDEN, FT_INTERMEDIATE_TILE, FT_DOWN_DEPTH>(        \
+            h, prepared, n_rows, address, n_units, route, out, 1, offset, columns, blocks, 0.0f, 0.0f);               \
+    }
+FT_DOWN_KERNEL(down, false)
+FT_DOWN_KERNEL(down_one, FT_DIGITS == 1)

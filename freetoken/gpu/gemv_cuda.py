@@ -69,7 +69,8 @@ class _Kernels:
     """Compiled for a shape. stage: bytes of a stage of a tile. blocks: those that keep the device busy.
 
     least: bytes of shared memory that keep a multiprocessor from taking more than its share of them. With room for
-    more, those that end first would take blocks of the next kernel that others had time for.
+    more, those that end first would take blocks of the next kernel that others had time for. The last two are for one
+    vector at a time.
     """
 
     shape: Shape
@@ -80,6 +81,8 @@ class _Kernels:
     prepare_h: Kernel
     gate_up: Kernel
     down: Kernel
+    gate_up_one: Kernel
+    down_one: Kernel
 
     def grid(self, units: Units, groups: int) -> int:
         """Blocks for units of so many groups of tiles, at least one for each unit."""
@@ -116,7 +119,7 @@ class CudaGemv:
         self._numbers = ctypes.c_float(activation.alpha), ctypes.c_float(activation.limit)
         source = _source(layout, activation, dtype, shape)
         stage = (shape.units or _constant(source, "STAGE_UNITS")) * _constant(source, "UNIT")
-        kernels = device.compile(source, "prepare_x", "prepare_h", "gate_up", "down")
+        kernels = device.compile(source, "prepare_x", "prepare_h", "gate_up", "down", "gate_up_one", "down_one")
         blocks, least = device.multiprocessors * shape.resident, device.shared_memory // (shape.resident + 1)
         self._kernels = _Kernels(shape, stage, blocks, least, *kernels)
 
@@ -141,7 +144,8 @@ class CudaGemv:
         shape = kernels.shape
         prepared = None if len(x) <= shape.own else self._prepare(kernels.prepare_x, x, early)
         columns, shared = self._room(kernels, self.layout.hidden, len(x), 2 * shape.warps, shape.depth)
-        kernels.gate_up(
+        run = kernels.gate_up_one if columns == 1 else kernels.gate_up
+        run(
             x.data_ptr(),
             0 if prepared is None else prepared.data_ptr(),
             ctypes.c_int(len(x)),
@@ -175,7 +179,8 @@ class CudaGemv:
         columns, shared = self._room(
             kernels, self.layout.intermediate, tokens, shape.tiles * shape.warps, shape.down_depth or shape.depth
         )
-        kernels.down(
+        run = kernels.down_one if columns == 1 else kernels.down
+        run(
             h.data_ptr(),
             0 if prepared is None else prepared.data_ptr(),
             ctypes.c_int(len(h)),

@@ -156,6 +156,19 @@ def test_bits_do_not_depend_on_companions_or_on_tiles_of_a_block(machine: Any, n
         np.testing.assert_array_equal(together[part], np.concatenate([one[part] for one in alone]))
 
 
+@pytest.mark.parametrize("shape", [SMALL, OWN], ids=["prepared", "own"])
+def test_one_token_with_several_routes_of_an_expert(machine: Any, shape: Shape) -> None:
+    """One vector at a time, each time over all of the record."""
+    layout = RecordLayout(formats.get("nvfp4"), 320, 96, True)
+    records = make_bank(layout, 2)
+    case = Case(machine, layout, records)
+    x = torch.randn(1, 320, generator=torch.Generator().manual_seed(5)).bfloat16()
+
+    _, y = case.run(CudaGemv(case.device, layout, GPT_OSS, shape=shape), x, case.units([0, 2, 3], [1]), 4)
+
+    check(y, {r: expect(layout, records[r == 1], x[0], GPT_OSS) for r in range(4)}, 4e-3)
+
+
 def hidden_values(expert: Expert, x: torch.Tensor, how: Activation) -> NDArray[np.float64]:
     gate, up = (x.double().numpy() @ matrix.format.dequantize64(matrix).T for matrix in (expert.gate, expert.up))
     return reference.activate(gate, up, how.kind, how.alpha, how.limit)

@@ -166,7 +166,7 @@ def test_one_token_with_several_routes_of_an_expert(machine: Any, shape: Shape) 
 
     _, y = case.run(CudaGemv(case.device, layout, GPT_OSS, shape=shape), x, case.units([0, 2, 3], [1]), 4)
 
-    check(y, {r: expect(layout, records[r == 1], x[0], GPT_OSS) for r in range(4)}, 4e-3)
+    check(y, {r: expect(layout, records[int(r == 1)], x[0], GPT_OSS) for r in range(4)}, 4e-3)
 
 
 def hidden_values(expert: Expert, x: torch.Tensor, how: Activation) -> NDArray[np.float64]:

@@ -49,7 +49,8 @@ enum { FT_FP32, FT_BF16, FT_INT8, FT_INT15 };
 
 typedef void (*ft_tile)(const uint8_t *w, ptrdiff_t k, const void *x, float *y);
 
-/* The same with FT_FEW vectors, y being FT_FEW x 16: the tile is decoded once. Not a bit differs from ft_tile. */
+/* The same with FT_FEW vectors, y being FT_FEW x 16: the tile is decoded once, or where two or three of them differ and
+ * that is faster, for each. Not a bit differs from ft_tile. */
 enum { FT_FEW = 4 };
 typedef void (*ft_tile_few)(const uint8_t *w, ptrdiff_t k, const void *const *x, float *y);
 

@@ -410,8 +410,13 @@ def identity(fmt: Format, n: int, k: int) -> Matrix:
     return Matrix(fmt, packed, None if scale is None else np.full((n, fmt.n_blocks(k)), scale, fmt.scale_dtype))
 
 
-def run_down(kernel: TileKernel, down: Matrix, exponent: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-    """Outputs (H,) of the layer with that down matrix (H, I), H >= I, and the reference's, for x of 2**exponent."""
+def run_down(
+    kernel: TileKernel, down: Matrix, exponent: int, all_of: int | None = None
+) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    """Outputs (H,) of the layer with that down matrix (H, I), H >= I, and the reference's, for x of 2**exponent.
+
+    all_of: the number that each x is times that, in place of any numbers.
+    """
     fmt, (hidden, inner) = down.format, down.shape
     gate, up = identity(fmt, inner, hidden), fmt.quantize(np.zeros((inner, hidden), np.float32))
     np.testing.assert_array_equal(gate.dequantize(), np.eye(inner, hidden))
@@ -420,6 +425,7 @@ def run_down(kernel: TileKernel, down: Matrix, exponent: int) -> tuple[NDArray[n
     layout.pack(Expert(gate, up, down), bank[0])
     whole = np.random.default_rng(7).integers(-127, 128, (1, hidden))
     whole[:, :: fmt.block] = 127
+    whole = whole if all_of is None else np.full_like(whole, all_of)
     x = np.ldexp(whole.astype(np.float32), exponent)
     routes = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
     out = run(kernel, layout, bank, x, *routes, HALF)
@@ -489,6 +495,18 @@ def test_fp8_rounds_to_the_bit_as_deepseek_does(fmt: Format, kernel: TileKernel,
 def random_nibbles(n: int, k: int) -> NDArray[np.uint8]:
     """Codes (n, k / 2) uint8; every nibble value, the negative zero too."""
     return pack_nibbles(np.random.default_rng(3).integers(0, 16, (n, k)).astype(np.uint8))
+
+
+@for_kernels(lambda fmt: fmt.scale_dtype is not None and fmt.name != "fp8_block")
+@pytest.mark.parametrize("all_of", [127, -127])
+@pytest.mark.parametrize("byte", [0x00, 0x77, 0x7F, 0x80, 0xFF])
+def test_the_largest_sums_of_whole_numbers(fmt: Format, kernel: TileKernel, byte: int, all_of: int) -> None:
+    """All codes and all activations alike, as large as they get, of either sign: no sum leaves its 16 or 32 bits."""
+    width = 4 * fmt.block
+    codes = np.full((width, width * fmt.bits // 8), byte, np.uint8)
+    scales = np.full((width, fmt.n_blocks(width)), ONE[fmt.name][1], fmt.scale_dtype)
+    out, wanted = run_down(kernel, Matrix(fmt, codes, scales), 0, all_of)
+    np.testing.assert_array_equal(out, wanted.astype(np.float32))
 
 
 @for_kernels(lambda fmt: fmt.kernels == "mxfp4")

@@ -169,6 +169,21 @@ def test_one_token_with_several_routes_of_an_expert(machine: Any, shape: Shape) 
     check(y, {r: expect(layout, records[int(r == 1)], x[0], GPT_OSS) for r in range(4)}, 4e-3)
 
 
+@pytest.mark.parametrize("shape", [SMALL, OWN], ids=["prepared", "own"])
+@pytest.mark.parametrize("at", [3, 300, 600, 1100, 2047])
+def test_one_activation_far_larger_than_the_others(machine: Any, shape: Shape, at: int) -> None:
+    """Wherever it is, and whichever warp reads it: the power of two that a vector counts from is of its largest."""
+    layout = RecordLayout(formats.get("mxfp4"), 2048, 32)
+    records = make_bank(layout, 1)
+    case = Case(machine, layout, records)
+    x = torch.randn(1, 2048, generator=torch.Generator().manual_seed(6))
+    x[0, at] = 1e6
+
+    _, y = case.run(CudaGemv(case.device, layout, GPT_OSS, shape=shape), x.bfloat16(), case.units([0]), 1)
+
+    check(y, {0: expect(layout, records[0], x[0].bfloat16(), GPT_OSS)}, 4e-3)
+
+
 def hidden_values(expert: Expert, x: torch.Tensor, how: Activation) -> NDArray[np.float64]:
     gate, up = (x.double().numpy() @ matrix.format.dequantize64(matrix).T for matrix in (expert.gate, expert.up))
     return reference.activate(gate, up, how.kind, how.alpha, how.limit)

@@ -1,6 +1,6 @@
 /* What the formats' pieces are given and share. A piece is 32 weights of each of a tile's 16 rows; a warp multiplies it with
-   up to 8 vectors, or with ONE. A unit is the fewest pieces that are whole blocks of the record; a stage is FT_STAGE_UNITS units, in
-   shared memory as they are there.
+   up to 8 vectors, or with ONE. A unit is the fewest pieces that are whole blocks of the record; a stage is FT_STAGE_UNITS
+   units, in shared memory as they are there.
 
    Of a line, lane 4 g + t reads rows 2 g and 2 g + 1, 8 bytes; of four lines, line t. So these are rows g and g + 8 of a
    matrix product, and columns are permuted: vectors come in the same order, 64 bytes for each piece, see ft_place. */

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import logging
+import logging.handlers
 import os
 import signal
 import sys
@@ -72,17 +73,18 @@ def generate(args: argparse.Namespace) -> int:
         if not args.json:
             print(text, end="", flush=True)
 
-    result = generate_text(
-        model,
-        tokenizer,
-        args.prompt,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        seed=args.seed,
-        expert_bytes_per_token=facts.expert_bytes_per_token,
-        on_text=show,
-    )
+    with contextlib.nullcontext() if args.json else _log_after_text():
+        result = generate_text(
+            model,
+            tokenizer,
+            args.prompt,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+            expert_bytes_per_token=facts.expert_bytes_per_token,
+            on_text=show,
+        )
     if args.json:
         print(json.dumps({"prompt": args.prompt, **result.to_dict(), "report": facts.to_dict()}))
         return 0
@@ -92,6 +94,23 @@ def generate(args: argparse.Namespace) -> int:
         f"{result.expert_bytes_per_token / 1e6:.2f} MB a token, {result.expert_gb_per_s:.2f} GB/s]"
     )
     return 0
+
+
+@contextlib.contextmanager
+def _log_after_text() -> Iterator[None]:
+    """Hold lines of the log back until the text is over, in whose middle they would stand."""
+    handlers = logging.getLogger().handlers
+    before = handlers[:]
+    held = [logging.handlers.MemoryHandler(1 << 16, logging.CRITICAL + 1, target=handler) for handler in before]
+    handlers[:] = held
+    try:
+        yield
+    finally:
+        handlers[:] = before
+        if any(handler.buffer for handler in held):
+            print(file=sys.stderr)  # ends the text's line on a terminal
+        for handler in held:
+            handler.close()
 
 
 def info(args: argparse.Namespace) -> int:

@@ -1,6 +1,8 @@
 """The `ft` command as people use it: in a process of its own where exit and output count, else by calling main."""
 
+import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from freetoken import demo, formats, topology
+from freetoken import cli, demo, formats, topology
 from freetoken.cli import main
 from tests.support.sysfs import FakeSystem, paired_cores
 
@@ -59,6 +61,23 @@ def test_generate_streams_text_and_ends_with_rates() -> None:
     assert "12 new at" in rates
     assert "nvfp4 experts" in rates
     assert "GB/s" in rates
+
+
+def test_lines_of_the_log_come_after_the_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it ends early, and only if there are any."""
+    handler = logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    with contextlib.suppress(KeyboardInterrupt), cli._log_after_text():
+        print("half a ", end="")
+        logging.getLogger("freetoken").warning("crowded")
+        print("word", end="")
+        raise KeyboardInterrupt
+    with cli._log_after_text():
+        print("text", end="")
+    assert tuple(capsys.readouterr()) == ("half a wordtext", "\ncrowded\n")
+    assert logging.getLogger().handlers == [handler]
 
 
 def test_generate_json_is_whole_and_repeatable(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,8 @@ class Shape:
     Of some 60 shapes on an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16 units) none was better
     than these by more than chance. In one run, us, mxfp4 and nvfp4: depth=2 21.5, 36.6, 66.8 and 22.8, 38.8, 70.3;
     depth=3 22.2, 36.5, 66.0 and 23.9, 39.7, 71.1; depth=4 23.4, 37.2, 92.1 and 25.2, 39.6, 96.3; resident=4 25.4, 38.9,
-    65.6 and 26.9, 40.8, 68.3; warps=8, resident=2, depth=3 25.4, 39.9, 70.2 and 27.3, 42.6, 75.4.
+    65.6 and 26.9, 40.8, 68.3; warps=8, resident=2, depth=3 25.4, 39.9, 70.2 and 27.3, 42.6, 75.4 (launched a little
+    earlier than a model may, so for comparison only: docs/kernels.md).
     """
 
     warps: int = 4

@@ -246,54 +246,62 @@ template <int TILES, int K, int BYTES, int DEPTH> struct ft_stages {
     }
 };
 
-/* A row of x becomes vectors, by THREADS threads that wait for each other; returns the exponent of their power of two.
-   stride: from piece to piece. digit: from digit to digit. tops: a word for each warp. */
-template <typename X, int K, int THREADS>
-FT_DEVICE int ft_prepare(const X *row, unsigned char *to, int stride, int digit, float *tops) {
+/* A row of x, which becomes vectors by THREADS threads that wait for each other. */
+template <typename X, int K, int THREADS> struct ft_row {
     enum { WIDTH = ft_padded<K>::WIDTH, ROUNDS = (WIDTH + 8 * THREADS - 1) / (8 * THREADS) };
-    const bool aligned = ((unsigned long long)row & 15) == 0;
-    int exponent = 0;
-    float factor = 1.0f;
-    ft_eight<X> read[ROUNDS];
+    ft_eight<X> items[ROUNDS];
+
+    /* Ask for it. */
+    __device__ void ask(const X *row) {
+        const bool aligned = ((unsigned long long)row & 15) == 0;
 #pragma unroll
-    for (int r = 0; r < ROUNDS; r++) ft_load<X, K>(row, 8 * (THREADS * r + threadIdx.x), aligned, read[r]);
-    if (FT_SCALED) {
-        float top = 0.0f;
+        for (int r = 0; r < ROUNDS; r++) ft_load<X, K>(row, 8 * (THREADS * r + threadIdx.x), aligned, items[r]);
+    }
+
+    /* Its vectors; returns the exponent of their power of two. stride: from piece to piece. digit: from digit to digit.
+       tops: a word for each warp. */
+    __device__ int place(unsigned char *to, int stride, int digit, float *tops) {
+        int exponent = 0;
+        float factor = 1.0f;
+        if (FT_SCALED) {
+            float top = 0.0f;
 #pragma unroll
-        for (int r = 0; r < ROUNDS; r++) {
-            float v[8];
-            ft_values<X, K>(read[r], 8 * (THREADS * r + threadIdx.x), v);
+            for (int r = 0; r < ROUNDS; r++) {
+                float v[8];
+                ft_values<X, K>(items[r], 8 * (THREADS * r + threadIdx.x), v);
 #pragma unroll
-            for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[i]));
+                for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[i]));
+            }
+#pragma unroll
+            for (int lanes = 16; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
+            if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
+            __syncthreads();
+#pragma unroll
+            for (int w = 0; w < THREADS / 32; w++) top = fmaxf(top, tops[w]);
+            exponent = ft_exponent(top) - FT_TOP;
+            factor = ft_power(-exponent);
         }
 #pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
-        if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
-        __syncthreads();
+        for (int r = 0; r < ROUNDS; r++) {
+            const int k = 8 * (THREADS * r + threadIdx.x);
+            if (k >= WIDTH) break;
+            float v[8];
+            ft_values<X, K>(items[r], k, v);
 #pragma unroll
-        for (int w = 0; w < THREADS / 32; w++) top = fmaxf(top, tops[w]);
-        exponent = ft_exponent(top) - FT_TOP;
-        factor = ft_power(-exponent);
+            for (int i = 0; i < 8; i++) v[i] *= factor;
+            ft_place_digits(to, stride, digit, k, v);
+        }
+        return exponent - FT_WEIGHTS;
     }
-#pragma unroll
-    for (int r = 0; r < ROUNDS; r++) {
-        const int k = 8 * (THREADS * r + threadIdx.x);
-        if (k >= WIDTH) break;
-        float v[8];
-        ft_values<X, K>(read[r], k, v);
-#pragma unroll
-        for (int i = 0; i < 8; i++) v[i] *= factor;
-        ft_place_digits(to, stride, digit, k, v);
-    }
-    return exponent - FT_WEIGHTS;
-}
+};
 
 /* One row of x for each block: its vectors, and behind the vectors of all rows their exponents. */
 template <typename X, int K> FT_DEVICE void ft_prepare_rows(const X *x, unsigned char *prepared) {
     enum { BYTES = ft_padded<K>::BYTES };
     __shared__ float tops[FT_LANES / 32];
-    const int exponent = ft_prepare<X, K, FT_LANES>(x + (long long)blockIdx.x * K,
-                                                    prepared + (long long)blockIdx.x * (FT_DIGITS * BYTES), 64, BYTES, tops);
+    ft_row<X, K, FT_LANES> row;
+    row.ask(x + (long long)blockIdx.x * K);
+    const int exponent = row.place(prepared + (long long)blockIdx.x * (FT_DIGITS * BYTES), 64, BYTES, tops);
     if (threadIdx.x == 0) ((int *)(prepared + (long long)gridDim.x * (FT_DIGITS * BYTES)))[blockIdx.x] = exponent;
 }
 
@@ -323,6 +331,7 @@ FT_DEVICE void ft_fetch(const unsigned char *prepared, int n_rows, const int *ro
 /* A block's share of the work: a part of a unit; a unit of -1 is none. */
 struct ft_share {
     int unit;
+    long long address;
     unsigned int part, parts;
 };
 
@@ -330,9 +339,10 @@ struct ft_share {
    Blocks beyond have none: so all that work can begin at once. */
 FT_DEVICE ft_share ft_find_share(const long long *address, int n_units, int blocks, int most) {
     const int lane = threadIdx.x % 32;
-    unsigned int count = 0;
+    const long long early = lane < n_units ? address[lane] : 0; /* mostly all of them */
+    unsigned int count = __popc(__ballot_sync(~0u, early != 0));
 #pragma unroll 1
-    for (int i = 0; i < n_units; i += 32)
+    for (int i = 32; i < n_units; i += 32)
         count += __popc(__ballot_sync(~0u, i + lane < n_units && address[i + lane] != 0));
     const unsigned int each = (unsigned int)blocks / (count ? count : 1);
     const unsigned int parts = each < 1 ? 1 : each < (unsigned int)most ? each : most;
@@ -340,16 +350,18 @@ FT_DEVICE ft_share ft_find_share(const long long *address, int n_units, int bloc
     int left = before;
 #pragma unroll 1
     for (int i = 0; i < n_units; i += 32) {
-        unsigned int there = __ballot_sync(~0u, i + lane < n_units && address[i + lane] != 0);
+        const long long of_lane = i == 0 ? early : i + lane < n_units ? address[i + lane] : 0;
+        unsigned int there = __ballot_sync(~0u, of_lane != 0);
         const int n = __popc(there);
         if (left < n) {
 #pragma unroll 1
             for (; left > 0; left--) there &= there - 1;
-            return ft_share{i + __ffs(there) - 1, blockIdx.x - before * parts, parts};
+            const int found = __ffs(there) - 1;
+            return ft_share{i + found, __shfl_sync(~0u, of_lane, found), blockIdx.x - before * parts, parts};
         }
         left -= n;
     }
-    return ft_share{-1, 0, parts};
+    return ft_share{-1, 0, 0, parts};
 }
 
 /* A block has a run of groups of TILES tiles of one of n_units units, the longer the more units there are. x: n_rows rows of
@@ -373,18 +385,21 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
     __shared__ float tops[FT_COLUMNS][FT_WARPS];
     __shared__ int rows[FT_COLUMNS], routes[FT_COLUMNS], exponents[FT_COLUMNS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    bool waited = false;
+    bool waited = false, asked = false;
     stages part;
+    ft_row<X, K, FT_THREADS> row_of_x;
     part.template open<ALL>(shared, barriers);
     if (GATE_UP && !prepared) { /* units may come from what is before this */
         ft_wait_for_last();
         waited = true;
+        asked = n_rows == 1;
+        if (asked) row_of_x.ask(x); /* ahead of the weights, behind which it would wait */
     }
-    ft_let_next_start(); /* down reads them at once */
+    ft_let_next_start(); /* down reads units at once */
     const ft_share mine = ft_find_share(address, n_units, blocks, GROUPS);
     if (mine.unit < 0) return;
     const int first = mine.part * GROUPS / mine.parts, n_groups = (mine.part + 1) * GROUPS / mine.parts - first;
-    const unsigned char *record = (const unsigned char *)address[mine.unit] + offset;
+    const unsigned char *record = (const unsigned char *)mine.address + offset;
     const int wanted = lane < FT_COLUMNS ? route[mine.unit * FT_COLUMNS + lane] : -1;
     const unsigned char *tiles = record + (GATE_UP ? FT_GATE_UP : FT_DOWN) + (long long)first * TILES * BYTES;
     const int n_tiles = n_groups * TILES < COUNT - first * TILES ? n_groups * TILES : COUNT - first * TILES;
@@ -410,8 +425,8 @@ FT_DEVICE void ft_gemv(const X *x, const unsigned char *prepared, int n_rows, co
             ft_fetch<K>(prepared, n_rows, rows, n, vectors, exponents);
         else
             for (int c = 0; c < n; c++) {
-                const int exponent = ft_prepare<X, K, FT_THREADS>(x + (long long)rows[c] * K, vectors + 64 * FT_DIGITS * c,
-                                                                  64 * FT_DIGITS * n, 64, tops[c]);
+                if (!asked) row_of_x.ask(x + (long long)rows[c] * K);
+                const int exponent = row_of_x.place(vectors + 64 * FT_DIGITS * c, 64 * FT_DIGITS * n, 64, tops[c]);
                 if (threadIdx.x == 0) exponents[c] = exponent;
             }
         __syncthreads();

@@ -46,11 +46,10 @@ class Shape:
     those that registers must do for. own: tokens up to which blocks prepare vectors for themselves. down_depth: that of
     down, if another. units: of a stage, if not as many as the format says.
 
-    Of some 60 shapes on an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16 units) none was better
-    than these by more than chance. In one run, us, mxfp4 and nvfp4: depth=2 21.5, 36.6, 66.8 and 22.8, 38.8, 70.3;
-    depth=3 22.2, 36.5, 66.0 and 23.9, 39.7, 71.1; depth=4 23.4, 37.2, 92.1 and 25.2, 39.6, 96.3; resident=4 25.4, 38.9,
-    65.6 and 26.9, 40.8, 68.3; warps=8, resident=2, depth=3 25.4, 39.9, 70.2 and 27.3, 42.6, 75.4 (launched a little
-    earlier than a model may, so for comparison only: docs/kernels.md).
+    On an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16 units), us, mxfp4 and nvfp4: these 19.9, 34.9,
+    64.1 and 21.1, 37.3, 67.4; units=6 19.9, 35.8, 65.5 and 21.2, 37.9, 69.3; units=12 20.2, 34.3, 85.1 and 21.8, 37.0,
+    90.6; depth=3 21.3, 36.0, 89.1 and 22.5, 38.4, 94.3; resident=4 23.2, 37.2, 84.5 and 25.5, 39.9, 85.0; tiles=4 20.9,
+    38.6, 69.9 and 22.5, 40.6, 73.3; warps=8, resident=2 23.1, 38.1, 67.0 and 24.2, 40.9, 73.2.
     """
 
     warps: int = 4

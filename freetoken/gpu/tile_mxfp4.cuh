@@ -4,7 +4,7 @@ enum {
     FT_BITS = 4,
     FT_PIECES = 1, /* of a unit */
     FT_UNIT = 272,  /* bytes of a unit of a tile */
-    FT_STAGE_UNITS = 6,
+    FT_STAGE_UNITS = 8,
     FT_SCALED = 1,
     FT_TOP = 14, /* log2 of what activations are scaled to: the weights' 2^-14 is made up for */
     FT_WEIGHTS = -14

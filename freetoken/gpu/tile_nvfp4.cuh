@@ -4,7 +4,7 @@ enum {
     FT_BITS = 4,
     FT_PIECES = 1, /* of a unit */
     FT_UNIT = 288,  /* bytes of a unit of a tile */
-    FT_STAGE_UNITS = 6,
+    FT_STAGE_UNITS = 8,
     FT_SCALED = 1,
     FT_TOP = 8,
     FT_WEIGHTS = -8

@@ -1,6 +1,6 @@
 /* A GPU in plain C++ in place of gpu/device.cuh, device/handoff.cuh and driver.RING: blocks one after the other, a block's
- * threads as fibers that go on until they meet at a barrier. Copies to shared memory happen when they are waited for and
- * not before; shared memory holds 0xff bytes at first.
+ * threads as fibers that go on until they meet at a barrier. Copies to shared memory by even lanes happen when they are
+ * waited for and not before, those by odd lanes at once; shared memory holds 0xff bytes at first.
  */
 #ifndef FREETOKEN_CUDA_TWIN_H
 #define FREETOKEN_CUDA_TWIN_H
@@ -106,13 +106,22 @@ static inline ft_address ft_address_of(const void *shared) { return (ft_address)
 static inline void ft_open_slot(ft_address) {}
 static inline void ft_opened() {}
 static inline int ft_uniform(int value) { return __shfl_sync(~0u, value, 0); }
+static inline void ft_copy(const ft_run &run) {
+    if ((uintptr_t)run.to % 16 || (uintptr_t)run.from % 16) abort();
+    memcpy(run.to, run.from, 16);
+}
 template <int COUNT>
 static inline void ft_fill_slot(ft_address to, int room, const unsigned char *from, int step, int bytes, int n, ft_address,
                                 int lane) {
     if (n > COUNT) abort();
     for (int i = 0; i < n; i++)
-        for (int at = 16 * lane; at < bytes; at += 512)
-            ft_me().open.push_back({to + i * room + at, from + i * step + at});
+        for (int at = 16 * lane; at < bytes; at += 512) {
+            const ft_run run = {to + i * room + at, from + i * step + at};
+            if (lane % 2)
+                ft_copy(run);
+            else
+                ft_me().open.push_back(run);
+        }
 }
 static inline void ft_end_slot() {
     ft_me().groups.push_back(std::move(ft_me().open));
@@ -120,10 +129,7 @@ static inline void ft_end_slot() {
 }
 template <int N> static inline void ft_wait_slot(ft_address, unsigned int) {
     for (; ft_me().groups.size() > N; ft_me().groups.pop_front())
-        for (const ft_run &run : ft_me().groups.front()) {
-            if ((uintptr_t)run.to % 16 || (uintptr_t)run.from % 16) abort();
-            memcpy(run.to, run.from, 16);
-        }
+        for (const ft_run &run : ft_me().groups.front()) ft_copy(run);
     __syncwarp();
 }
 static inline void ft_let_next_start() {}

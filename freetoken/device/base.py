@@ -324,6 +324,9 @@ class Device(Protocol):
     def launch(self, graph: Graph) -> None:
         """Launch it after all that was launched before. May block until the device has gone on."""
 
+    def replay(self, graph: Graph) -> None:
+        """Launch a graph that waits for nothing of the host on this thread's `current` lane."""
+
     def launches(self) -> Lane:
         """The lane of launched graphs."""
 

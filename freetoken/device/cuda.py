@@ -194,6 +194,13 @@ class CudaDevice:
             self._launched.add(graph)
             graph.graph.replay()
 
+    def replay(self, graph: Graph) -> None:
+        """See `Device`. What it keeps is the caller's to keep until it is done."""
+        assert isinstance(graph, CudaGraph)
+        assert not graph.waited, "who waits for the host is launched by `launch`, which can release it"
+        with self.entered("replay"):
+            graph.graph.replay()
+
     def launches(self) -> CudaLane:
         """See `Device`."""
         return CudaLane(self, self.stream)

@@ -240,6 +240,11 @@ class SimulatedDevice:
             raise DeviceError("launch failed late: simulated fault", operation="launch")
         self._deliver_interrupt()
 
+    def replay(self, graph: Graph) -> None:
+        """See `Device`. It is done on return, as all is that the caller computes."""
+        self.launch(graph)
+        self.until(self.last_run(), "replay")
+
     def launches(self) -> LaunchLane:
         """See `Device`."""
         return LaunchLane(self)

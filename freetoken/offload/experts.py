@@ -165,7 +165,7 @@ class DeviceExperts:
         if self._slotted is None or not self._reaches(number):
             assert layer.bound is not None, "only resident layers are not bound, and they have slots"
             return self.host.run(number, layer.bound, self._step.launched, x, ids, weights)
-        rest = [n for n in range(number, len(self.layers)) if self._pinner is None or self._pinner.is_pinned(n)]
+        rest = (n for n in range(number, len(self.layers)) if self._pinner is None or self._pinner.is_pinned(n))
         return self._slotted.run(number, x, ids, weights, rest)
 
     def _reaches(self, number: int) -> bool:

@@ -19,6 +19,7 @@ from freetoken.gpu.lookup import MOST_EXPERTS, Found, Lookup
 from freetoken.gpu.tables import MOST_ROUTES
 from freetoken.gpu.units import COLUMNS
 from freetoken.offload.capture import wait_for
+from freetoken.offload.layer_graphs import LayerGraphs
 from freetoken.offload.records import as_tensor
 from freetoken.offload.room import Room
 from freetoken.offload.slots import LayerExperts, SlotPool
@@ -59,6 +60,7 @@ class SlottedExperts:
         else:
             self.pool = SlotPool(shapes, room.slots, on, counting)
         self.streamer = None if self.resident else Streamer(device, self._banks, room.buffer_bytes)
+        self._calls = LayerGraphs(device, partial(self._put, leave=None))
         self._lookups: dict[tuple[int, int, bool, bool], Lookup] = {}
         self._found: dict[int, Found] = {}
         self._gathers: dict[int, Gather] = {}
@@ -72,11 +74,11 @@ class SlottedExperts:
         return tuple(dict.fromkeys(kernels.name for kernels in self._kernels))
 
     def run(
-        self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rest: Sequence[int]
+        self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rest: Iterable[int]
     ) -> torch.Tensor:
         """(T, H): the layer's experts for any number of tokens.
 
-        rest: this layer and those after it whose banks the device reaches, in their order.
+        rest: this layer and those after it whose banks the device reaches, in their order; read if layers stream.
         """
         few = self._tokens_at_once(number, *ids.shape)
         if few:
@@ -87,7 +89,7 @@ class SlottedExperts:
         if self.streamer is None:
             return kernels.many(x, ids, weights, [self._resident_table(number)])
         if not self.streamer.covers(number):
-            self.streamer.begin(rest, self._addresses())
+            self.streamer.begin(list(rest), self._addresses())
         return kernels.many(x, ids, weights, self.streamer.groups(number))
 
     def put(
@@ -151,17 +153,19 @@ class SlottedExperts:
         return self._lookups[key], self._found[routes]
 
     def _few(self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        lookup, found = self._lookup(number, ids.numel())
-        if self.streamer is None:
-            lookup(ids, found)
-            return self._kernels[number].few(x, ids, weights, found.units)
-        self.streamer.stop()  # experts may leave the slots that it knows
-        gather = self._gather(number)
+        if self.streamer is not None:
+            self.streamer.stop()  # experts may leave the slots that it knows
         try:
+            out = self._calls.run(number, x, ids, weights)
+            if out is not None:
+                return out
+            lookup, found = self._lookup(number, ids.numel())
             lookup(ids, found)
-            gather(found.fetches)
+            if not self.resident:
+                self._gather(number)(found.fetches)
         except BaseException:
-            self.pool.forget(number)  # its tables may name slots into which nothing was fetched
+            if not self.resident:
+                self.pool.forget(number)  # its tables may name slots into which nothing was fetched
             raise
         return self._kernels[number].few(x, ids, weights, found.units)
 

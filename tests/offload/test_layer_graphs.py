@@ -1,0 +1,180 @@
+"""Layers called one by one: from the third call of a size on one graph each, and nothing else changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from freetoken.device.base import Device
+from freetoken.device.simulated import SimulatedDevice
+from freetoken.errors import DeviceError
+from tests.offload.test_capture import BOUND, LAYERS, Step
+from tests.support.devices import DEVICES, open_for_test, with_interpreter
+
+CALLS = 3
+"""Of a size, until it is captured."""
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    yield from open_for_test(request.param, lambda: with_interpreter(3))
+
+
+@pytest.fixture(autouse=True)
+def small_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREETOKEN_GPU_RESERVE", "0")
+    monkeypatch.setattr("freetoken.offload.calibrate._REPLAYS", 1)
+
+
+@pytest.fixture
+def replays(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Graphs that were replayed."""
+    found: list[Any] = []
+    replay = device.replay
+
+    def noted(graph: Any) -> None:
+        found.append(graph)
+        replay(graph)
+
+    monkeypatch.setattr(device, "replay", noted)
+    return found
+
+
+def call(step: Step, times: int = 1) -> None:
+    """Call the layers one by one with new input, and compare."""
+    for _ in range(times):
+        expected = step.draw()
+        step.forward()
+        error = (step.out.cpu() - expected).float().norm() / expected.float().norm()
+        assert error <= BOUND[step.dtype], error
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batch", "dtype"),
+    [("offload", 1, torch.float32), ("hybrid", 2, torch.bfloat16), ("resident", 1, torch.float16)],
+)
+def test_a_graph_a_layer(
+    device: Device, replays: list[Any], strategy: str, batch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same sums and the same counts as without, while experts come and go."""
+    step = Step(device, strategy, batch, dtype=dtype)
+    step.experts.reset_statistics()
+    call(step, CALLS)
+    assert not replays
+    call(step, 2)
+    assert len(replays) == 2 * LAYERS
+    assert len(set(map(id, replays))) == LAYERS
+    found = step.experts.usage().statistics
+
+    monkeypatch.setenv("FREETOKEN_GRAPH", "off")
+    plain = Step(device, strategy, batch, dtype=dtype)
+    plain.experts.reset_statistics()
+    call(plain, CALLS + 2)
+    assert len(replays) == 2 * LAYERS
+    assert found == plain.experts.usage().statistics
+
+
+def test_several_sizes_and_replays_of_whole_steps_in_turn(device: Device, replays: list[Any]) -> None:
+    """Each size has its own; a step's graph and a layer's use the same tables."""
+    step, layer = Step(device, "offload", 1), 1
+    more = [torch.zeros(2, *step.x.shape[1:], device=step.x.device), torch.zeros_like(step.ids[layer]).repeat(2, 1)]
+    for _ in range(CALLS + 1):
+        call(step)
+        step.run()
+        step.draw()
+        more[0][:], more[1][:] = step.x, step.ids[layer]
+        weights = step.weights[layer].repeat(2, 1)
+        one = step.experts.layers[layer].run(step.x, step.ids[layer], step.weights[layer])
+        two = step.experts.layers[layer].run(more[0], more[1], weights)
+        assert torch.equal(two[0], one[0]) and torch.equal(two[1], one[0])
+    assert len(set(map(id, replays))) == LAYERS + 1
+
+
+def test_results_are_the_callers_own(device: Device) -> None:
+    step = Step(device, "offload")
+    found = []
+    for _ in range(CALLS + 3):
+        step.draw()
+        out = step.experts.layers[0].run(step.x, step.ids[0], step.weights[0])
+        found.append((out, out.clone()))
+    assert all(torch.equal(out, before) for out, before in found)
+    assert len({out.data_ptr() for out, _ in found}) == len(found)
+
+
+def test_in_any_mode_of_torch(device: Device) -> None:
+    """Captured in inference mode, called outside, and the other way round."""
+    step = Step(device, "resident")
+    with torch.inference_mode():
+        call(step, CALLS + 1)
+    call(step)
+    with torch.inference_mode():
+        call(step)
+
+
+def test_without_a_capture_it_goes_on(
+    device: Device, replays: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = Step(device, "offload")
+
+    def refuse(*_: Any) -> None:
+        raise DeviceError("no room", operation="capture")
+
+    monkeypatch.setattr(device, "capture", refuse)
+    with caplog.at_level(logging.INFO, "freetoken"):
+        call(step, CALLS + 2)
+    assert not replays
+    assert [r.message for r in caplog.records if "one by one" in r.message] == [
+        "layers are not captured one by one, their kernels are launched each: no room"
+    ]
+
+
+def test_what_was_not_fetched_is_in_no_slot() -> None:
+    """After a launch that failed, what it looked up is looked up anew."""
+    device = with_interpreter(3)
+    step = Step(device, "offload")
+    call(step, CALLS + 1)
+    step.draw()
+    device.inject("launch")
+    with pytest.raises(DeviceError, match="simulated fault"):
+        step.forward()
+    call(step, 3)
+
+
+def test_a_lost_device_is_said() -> None:
+    device = with_interpreter(3)
+    step = Step(device, "offload")
+    call(step, CALLS - 1)
+
+    def lose(*_: Any) -> None:
+        raise DeviceError("gone", operation="capture", lost=True)
+
+    device.capture = lose  # type: ignore[method-assign, assignment]
+    with pytest.raises(DeviceError, match="gone"):
+        call(step)
+
+
+@pytest.mark.gpu
+def test_inside_a_capture_of_the_callers() -> None:
+    """What the caller captures is kernels, not a graph in a graph."""
+    from freetoken.device.cuda import CudaDevice
+
+    step = Step(CudaDevice(), "resident")
+    call(step, CALLS + 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.forward()
+    for _ in range(3):
+        expected = step.draw()
+        graph.replay()
+        assert (step.out.cpu() - expected).norm() / expected.norm() <= BOUND[step.dtype]
+
+
+def test_simulated_graphs_are_done_on_return() -> None:
+    device, seen = SimulatedDevice(), []
+    graph = device.capture(lambda stream: stream.kernel(lambda: seen.append(1)))
+    device.replay(graph)
+    assert seen == [1]

@@ -157,8 +157,8 @@ GRAPH = Choice(
     "FREETOKEN_GRAPH",
     "auto",
     ("auto", "off"),
-    "whether generate replays decode steps of a model on a device as captured graphs, and layers called one by one with "
-    "few tokens are graphs of their own; auto does where it can",
+    "whether generate replays decode steps of a model on a device as captured graphs, and layers called one by one "
+    "with few tokens are graphs of their own; auto does where it can",
 )
 COMPILE = Choice(
     "FREETOKEN_COMPILE",

@@ -1,7 +1,7 @@
 """Few tokens of a layer that is called by itself, as one small graph from the third call of a size on.
 
-A look-up, a fetch, two products and a sum are microseconds on a device, and each takes the host about as long to launch as
-they take together: where whole steps are not replayed, the host is what a token waits for.
+A look-up, a fetch, two products and a sum are microseconds on a device, and launching each takes the host about as long
+as they take together: where whole steps are not replayed, the host is what a token waits for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALLS = 2
 """Of a size, before it is captured: prompts have sizes that come once."""
 
 Put = Callable[[Stream, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Puts a layer's experts for x (B, H), ids (B, K) and weights (B, K) on a stream; their sum goes to the last, (B, H)."""
+"""Puts a layer's experts for x (B, H), ids (B, K), weights (B, K) on a stream; their sum goes to the last, (B, H)."""
 
 
 @dataclass(frozen=True)

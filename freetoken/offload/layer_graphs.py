@@ -38,13 +38,15 @@ class _Call:
 class LayerGraphs:
     """The calls of a device's layers that were captured. For one thread at a time."""
 
-    def __init__(self, device: Device, put: Put) -> None:
-        self._device, self._put = device, put
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._seen: dict[tuple[object, ...], int] = {}
         self._calls: dict[tuple[object, ...], _Call] = {}
         self._on = settings.GRAPH.read() != "off"
 
-    def run(self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+    def run(
+        self, put: Put, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor | None:
         """(B, H), the caller's own; None where nothing was done: in first calls, and in a capture of the caller's."""
         if not self._on or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
@@ -59,19 +61,19 @@ class LayerGraphs:
         if self._seen[key] <= _CALLS:
             return None
         out = torch.empty_like(x)
-        self._put(Immediate(), number, x, ids, weights, out)  # compiles what the capture needs
-        self._capture(key, number, x, ids, weights)
+        put(Immediate(), number, x, ids, weights, out)  # compiles what the capture needs
+        self._capture(key, put, number, x, ids, weights)
         return out
 
     def _capture(
-        self, key: tuple[object, ...], number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self, key: tuple[object, ...], put: Put, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> None:
         share = next((call.graph for call in self._calls.values()), None)
         try:
             with torch.inference_mode(False), torch.no_grad():  # what is made here is written to by anyone
                 given = torch.zeros_like(x), torch.full_like(ids, -1), torch.zeros_like(weights)
                 out = torch.zeros_like(x)
-                graph = self._device.capture(lambda stream: self._put(stream, number, *given, out), share)
+                graph = self._device.capture(lambda stream: put(stream, number, *given, out), share)
         except (DeviceError, RuntimeError) as error:
             if isinstance(error, DeviceError) and error.facts["lost"]:
                 raise

@@ -60,7 +60,7 @@ class SlottedExperts:
         else:
             self.pool = SlotPool(shapes, room.slots, on, counting)
         self.streamer = None if self.resident else Streamer(device, self._banks, room.buffer_bytes)
-        self._calls = LayerGraphs(device, partial(self._put, leave=None))
+        self._calls = LayerGraphs(device)
         self._lookups: dict[tuple[int, int, bool, bool], Lookup] = {}
         self._found: dict[int, Found] = {}
         self._gathers: dict[int, Gather] = {}
@@ -156,7 +156,7 @@ class SlottedExperts:
         if self.streamer is not None:
             self.streamer.stop()  # experts may leave the slots that it knows
         try:
-            out = self._calls.run(number, x, ids, weights)
+            out = self._calls.run(partial(self._put, leave=None), number, x, ids, weights)
             if out is not None:
                 return out
             lookup, found = self._lookup(number, ids.numel())

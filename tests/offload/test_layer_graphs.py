@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,6 +157,19 @@ def test_a_lost_device_is_said() -> None:
     device.capture = lose  # type: ignore[method-assign, assignment]
     with pytest.raises(DeviceError, match="gone"):
         call(step)
+
+
+def test_memory_is_given_back_without_the_collector(device: Device) -> None:
+    step = Step(device, "offload")
+    call(step, CALLS + 1)
+    assert step.experts._slotted is not None
+    pool = weakref.ref(step.experts._slotted.pool)
+    gc.disable()
+    try:
+        step.experts.close()
+        assert pool() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

@@ -57,7 +57,7 @@ QUANTILES = ("mean", "p50", "p99")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KEY = (
     "what", "model", "layers", "format", "strategy", "cache", "batch", "skew", "locality", "seed", "dtype", "device",
-    "threads", "tokens", "warmup", "graph", "compile", "attention", "prefill",
+    "threads", "tokens", "warmup", "graph", "captures", "compile", "attention", "prefill",
 )  # fmt: skip
 """What makes a row the same as another: all that was asked for, and where."""
 Row = dict[str, Any]
@@ -329,7 +329,7 @@ class Bench:
             "threads": o.threads,
         }  # fmt: skip
         how = {"tokens": o.tokens, "warmup": o.warmup, "graph": o.graph, "compile": settings.COMPILE.read()}
-        how["attention"] = settings.ATTENTION.read()
+        how |= {"attention": settings.ATTENTION.read(), "captures": settings.GRAPH.read()}
         rows = [{"what": "decode", **known, **how, "prefill": None}]
         if o.prefill:
             rows.append({"what": "prefill", **known, **dict.fromkeys(how), "prefill": o.prefill})

@@ -20,7 +20,7 @@ from freetoken.errors import DeviceError
 logger = logging.getLogger(__name__)
 
 _CALLS = 2
-"""Of a size, before it is captured: prompts have sizes that come once."""
+"""Of a size, before it is captured: short prompts have sizes that come once."""
 
 Put = Callable[[Stream, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Puts a layer's experts for x (B, H), ids (B, K), weights (B, K) on a stream; their sum goes to the last, (B, H)."""
@@ -36,29 +36,37 @@ class _Call:
 
 
 class LayerGraphs:
-    """The calls of a device's layers that were captured. For one thread at a time."""
+    """The calls of a device's layers that were captured. For one thread at a time.
+
+    There are at most as many for a layer as sizes that few tokens can have, 8. A capture that fails is the last one.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._seen: dict[tuple[object, ...], int] = {}
         self._calls: dict[tuple[object, ...], _Call] = {}
-        self._on = settings.GRAPH.read() != "off"
+        self._captures = settings.GRAPH.read() != "off"
 
     def run(
         self, put: Put, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor | None:
         """(B, H), the caller's own; None where nothing was done: in first calls, and in a capture of the caller's."""
-        if not self._on or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         key = number, ids.shape, x.dtype, ids.dtype, weights.dtype
         call = self._calls.get(key)
         if call is not None:
-            for mine, given in zip(call.given, (x, ids, weights), strict=True):
-                mine.copy_(given)
+            with torch.no_grad():  # or the tensors given would remember who gave them
+                for mine, given in zip(call.given, (x, ids, weights), strict=True):
+                    mine.copy_(given)
             self._device.replay(call.graph)
             return call.out.clone()
+        if not self._captures:
+            return None
         self._seen[key] = self._seen.get(key, 0) + 1
-        if self._seen[key] <= _CALLS:
+        if (
+            self._seen[key] <= _CALLS or not self._device.is_idle()
+        ):  # nothing waits for the host while there is a capture
             return None
         out = torch.empty_like(x)
         put(Immediate(), number, x, ids, weights, out)  # compiles what the capture needs
@@ -77,7 +85,8 @@ class LayerGraphs:
         except (DeviceError, RuntimeError) as error:
             if isinstance(error, DeviceError) and error.facts["lost"]:
                 raise
-            self._on = False
-            logger.info("layers are not captured one by one, their kernels are launched each: %s", error)
+            self._captures = False
+            what = f"layer {number} with {len(x)} tokens"
+            logger.info("%s was not captured, and no other will be: their kernels are launched each: %s", what, error)
             return
         self._calls[key] = _Call(graph, given, out)

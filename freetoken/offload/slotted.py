@@ -83,7 +83,7 @@ class SlottedExperts:
         few = self._tokens_at_once(number, *ids.shape)
         if few:
             parts = [slice(start, start + few) for start in range(0, len(ids), few)]
-            found = [self._few(number, x[part], ids[part], weights[part]) for part in parts]
+            found = [self._few(number, x[part], ids[part], weights[part], len(parts) == 1) for part in parts]
             return found[0] if len(found) == 1 else torch.cat(found)
         kernels = self._kernels[number]
         if self.streamer is None:
@@ -152,13 +152,17 @@ class SlottedExperts:
             self._found[routes] = Found(routes, self._device.torch_device)
         return self._lookups[key], self._found[routes]
 
-    def _few(self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _few(
+        self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, may_capture: bool
+    ) -> torch.Tensor:
+        """The tokens of a look-up. may_capture: they are not part of a prompt, whose sizes do not come again."""
         if self.streamer is not None:
             self.streamer.stop()  # experts may leave the slots that it knows
         try:
-            out = self._calls.run(partial(self._put, leave=None), number, x, ids, weights)
-            if out is not None:
-                return out
+            if may_capture:
+                out = self._calls.run(partial(self._put, leave=None), number, x, ids, weights)
+                if out is not None:
+                    return out
             lookup, found = self._lookup(number, ids.numel())
             lookup(ids, found)
             if not self.resident:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -418,30 +419,34 @@ def test_a_captured_graph_computes_with_what_is_there_when_it_runs() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("own", [0, 4])
-def test_units_that_the_kernel_just_before_writes(own: int) -> None:
-    """As a look-up does, late: neither product may begin with units from before it."""
+@pytest.mark.parametrize(("own", "tokens"), [(0, 2), (4, 1), (4, 2)])
+def test_what_the_kernel_just_before_writes(own: int, tokens: int) -> None:
+    """Late, when what comes next has begun: no product may use units or x from before it."""
     device = CudaDevice()
     layout = RecordLayout(formats.get("mxfp4"), 256, 128, True)
     records = make_bank(layout, 2)
     case = Case((device, device.torch_device), layout, records)
     gemv = CudaGemv(device, layout, GPT_OSS, shape=replace(DEFAULT, own=own))
-    (swap,) = device.compile(
-        """extern "C" __global__ void swap(long long *address) {
+    (change,) = device.compile(
+        """extern "C" __global__ void change(long long *address, unsigned short *x, int n) {
+        #if __CUDA_ARCH__ >= 900
+            asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+        #endif
             const long long end = clock64() + 100000, first = address[0];
             while (clock64() < end) {}
             address[0] = address[1];
             address[1] = first;
+            for (int i = 0; i < n; i++) x[i] ^= 0x8000;
         }""",
-        "swap",
+        "change",
     )
-    given = torch.randn(2, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
-    x, units = given.to(case.place), case.units([0], [1])
-    h, y = torch.zeros(2, 128, device=case.place), torch.zeros(8, 2, 256, device=case.place)
+    given = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
+    x, units = given.to(case.place), case.units([0], [1] if tokens == 2 else [])
+    h, y = torch.zeros(tokens, 128, device=case.place), torch.zeros(8, tokens, 256, device=case.place)
 
     def work() -> None:
         for out in y:
-            swap(units.address.data_ptr())
+            change(units.address.data_ptr(), x.data_ptr(), ctypes.c_int(x.numel()))
             gemv.gate_up(x, units, 1, h, early=True)
             gemv.down(h, units, out)
 
@@ -451,5 +456,6 @@ def test_units_that_the_kernel_just_before_writes(own: int) -> None:
         work()
     graph.replay()
     for turn, out in enumerate(y.cpu().double().numpy()):
-        check(out, {r: expect(layout, records[(r + turn + 1) % 2], given[r], GPT_OSS) for r in range(2)}, 4e-3)
+        now = given if turn % 2 else -given
+        check(out, {r: expect(layout, records[(r + turn + 1) % 2], now[r], GPT_OSS) for r in range(tokens)}, 4e-3)
     device.close()

@@ -14,6 +14,7 @@ import torch
 from freetoken.device.base import Device
 from freetoken.device.simulated import SimulatedDevice
 from freetoken.errors import DeviceError
+from freetoken.gpu.gather import Gather
 from tests.offload.test_capture import BOUND, LAYERS, Step
 from tests.support.devices import DEVICES, open_for_test, with_interpreter
 
@@ -129,21 +130,97 @@ def test_without_a_capture_it_goes_on(
     with caplog.at_level(logging.INFO, "freetoken"):
         call(step, CALLS + 2)
     assert not replays
-    assert [r.message for r in caplog.records if "one by one" in r.message] == [
-        "layers are not captured one by one, their kernels are launched each: no room"
+    assert [r.message for r in caplog.records if "captured" in r.message] == [
+        "layer 0 with 1 tokens was not captured, and no other will be: their kernels are launched each: no room"
     ]
 
 
-def test_what_was_not_fetched_is_in_no_slot() -> None:
-    """After a launch that failed, what it looked up is looked up anew."""
-    device = with_interpreter(3)
+def test_what_was_captured_before_a_failure_goes_on(
+    device: Device, replays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = Step(device, "offload")
-    call(step, CALLS + 1)
-    step.draw()
-    device.inject("launch")
-    with pytest.raises(DeviceError, match="simulated fault"):
+    call(step, CALLS)
+
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(device, "capture", refuse)
+    two = torch.zeros(2, *step.x.shape[1:], device=step.x.device), torch.zeros_like(step.ids[0]).repeat(2, 1)
+    for _ in range(CALLS):
+        step.experts.layers[0].run(*two, step.weights[0].repeat(2, 1))
+    call(step, 2)
+    assert len(replays) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("calls", [0, CALLS - 1])
+def test_what_was_not_fetched_is_in_no_slot(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted between look-up and fetch, launched each or in the run before a capture; a graph has both or none."""
+    step = Step(with_interpreter(3), "offload")
+    call(step, calls)
+    expected = step.draw()
+    fetch, interrupts = Gather.__call__, [True]
+
+    def interrupted(gather: Gather, *arguments: Any) -> None:
+        if interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+        fetch(gather, *arguments)
+
+    step.experts.forget()
+    monkeypatch.setattr(Gather, "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         step.forward()
+    step.forward()
+    assert (step.out - expected).norm() <= BOUND[step.dtype] * expected.norm()
+
+
+def test_other_types_of_ids_and_weights(device: Device) -> None:
+    """Each has graphs of its own."""
+    step, layer = Step(device, "resident"), 0
+    step.draw()
+    before = step.experts.layers[layer].run(step.x, step.ids[layer], step.weights[layer])
+    for _ in range(CALLS + 1):
+        for ids in (step.ids[layer].int(), step.ids[layer]):
+            rounded = step.experts.layers[layer].run(step.x, ids, step.weights[layer].bfloat16())
+            assert not torch.equal(rounded, before)
+            assert (rounded - before).norm() <= 2**-7 * before.norm()
+            assert torch.equal(step.experts.layers[layer].run(step.x, ids, step.weights[layer]), before)
+
+
+def test_nothing_of_the_callers_is_kept(device: Device) -> None:
+    """Inputs with a history are read as they are; what reads them gets none."""
+    step = Step(device, "resident")
+    for _ in range(CALLS + 2):
+        step.draw()
+        x, weights = step.x.clone().requires_grad_() * 2, step.weights[0].clone().requires_grad_() * 2
+        step.experts.layers[0].run(x, step.ids[0], weights)
+    assert step.experts._slotted is not None
+    (captured,) = step.experts._slotted._calls._calls.values()
+    assert all(given.grad_fn is None for given in captured.given)
+
+
+def test_parts_of_a_prompt_are_not_captured(
+    device: Device, replays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that are looked up in turn."""
+    step = Step(device, "offload", 2)
+    monkeypatch.setattr(step.experts._slotted, "_tokens_at_once", lambda *_: 1)
+    monkeypatch.setattr(device, "capture", lambda *_: pytest.fail("captured"))
+    call(step, CALLS)
+    assert not replays
+
+
+def test_not_while_a_step_waits_for_the_host(
+    device: Device, replays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture may block behind it."""
+    step = Step(device, "offload")
+    call(step, CALLS - 1)
+    idle = False
+    monkeypatch.setattr(device, "is_idle", lambda: idle)
+    monkeypatch.setattr(device, "capture", lambda *_: pytest.fail("captured"))
     call(step, 3)
+    assert not replays
+    monkeypatch.undo()
 
 
 def test_a_lost_device_is_said() -> None:

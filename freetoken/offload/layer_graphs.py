@@ -64,9 +64,8 @@ class LayerGraphs:
         if not self._captures:
             return None
         self._seen[key] = self._seen.get(key, 0) + 1
-        if (
-            self._seen[key] <= _CALLS or not self._device.is_idle()
-        ):  # nothing waits for the host while there is a capture
+        may_block = not self._device.is_idle()  # behind a graph that waits for the host
+        if may_block or self._seen[key] <= _CALLS:
             return None
         out = torch.empty_like(x)
         put(Immediate(), number, x, ids, weights, out)  # compiles what the capture needs

@@ -128,7 +128,10 @@ def switches() -> dict[str, int]:
     """Thread -> how often it gave up its core, of all threads of this process."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        lines = (task / "status").read_text().splitlines()
+        try:
+            lines = (task / "status").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended since
         found[task.name] = sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
     return found
 
@@ -152,7 +155,8 @@ def test_an_idle_team_sleeps() -> None:
     def asleep() -> bool:
         before = switches()
         time.sleep(0.3)
-        return all(switches()[task] == before[task] for task in team)
+        after = switches()
+        return all(after[task] == before[task] for task in team)
 
     until(asleep)
     worker.stop()

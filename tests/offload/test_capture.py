@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,23 +20,12 @@ from freetoken.offload.experts import DeviceExperts
 from freetoken.offload.room import Asked, choose_room
 from freetoken.offload.slots import LayerExperts
 from freetoken.offload.split import fetch_table
-from tests.support.devices import DEVICES, open_for_test, with_interpreter
 from tests.test_executor import EXPERTS, HIDDEN, TOP_K, make_bank
 
+pytestmark = pytest.mark.usefixtures("small_reserve")
 LAYERS, WIDTH = 2, 32
 WITH_CACHE = ("offload", "hybrid")
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    yield from open_for_test(request.param, lambda: with_interpreter(3))
-
-
-@pytest.fixture(autouse=True)
-def small_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FREETOKEN_GPU_RESERVE", "0")
-    monkeypatch.setattr("freetoken.offload.calibrate._REPLAYS", 1)
 
 
 class Step:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,21 +15,11 @@ from freetoken.device.simulated import SimulatedDevice
 from freetoken.errors import DeviceError
 from freetoken.gpu.gather import Gather
 from tests.offload.test_capture import BOUND, LAYERS, Step
-from tests.support.devices import DEVICES, open_for_test, with_interpreter
+from tests.support.devices import with_interpreter
 
+pytestmark = pytest.mark.usefixtures("small_reserve")
 CALLS = 3
 """Of a size, until it is captured."""
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    yield from open_for_test(request.param, lambda: with_interpreter(3))
-
-
-@pytest.fixture(autouse=True)
-def small_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FREETOKEN_GPU_RESERVE", "0")
-    monkeypatch.setattr("freetoken.offload.calibrate._REPLAYS", 1)
 
 
 @pytest.fixture

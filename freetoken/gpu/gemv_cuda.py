@@ -46,10 +46,11 @@ class Shape:
     those that registers must do for. own: tokens up to which blocks prepare vectors for themselves. down_depth: that of
     down, if another. units: of a stage, if not as many as the format says.
 
-    On an H200 (`benchmarks/gpu_gemv.py --sweep`; 2880/2880, 4, 8 and 16 units), us, mxfp4 and nvfp4: these 19.9, 34.9,
-    64.1 and 21.1, 37.3, 67.4; units=6 19.9, 35.8, 65.5 and 21.2, 37.9, 69.3; units=12 20.2, 34.3, 85.1 and 21.8, 37.0,
-    90.6; depth=3 21.3, 36.0, 89.1 and 22.5, 38.4, 94.3; resident=4 23.2, 37.2, 84.5 and 25.5, 39.9, 85.0; tiles=4 20.9,
-    38.6, 69.9 and 22.5, 40.6, 73.3; warps=8, resident=2 23.1, 38.1, 67.0 and 24.2, 40.9, 73.2.
+    On an H200 (compared as `benchmarks/gpu_gemv.py --sweep` does; 2880/2880, 4, 8 and 16 units), us, mxfp4 and nvfp4:
+    these 19.9, 34.9, 64.1 and 21.1, 37.3, 67.4; units=6 19.9, 35.8, 65.5 and 21.2, 37.9, 69.5; units=12 20.2, 34.3,
+    85.1 and 21.8, 37.0, 90.6; depth=3 21.3, 36.0, 89.1 and 22.5, 38.4, 94.3; resident=4 23.2, 37.2, 84.5 and 25.5,
+    39.9, 85.0; tiles=4 20.9, 38.6, 69.9 and 22.5, 40.6, 73.3; warps=8, resident=2 23.1, 38.1, 67.0 and 24.2, 40.9,
+    73.2.
     """
 
     warps: int = 4
